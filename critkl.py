@@ -36,9 +36,7 @@ Departures from the papers (D) and from their authors' released code (C); the RE
       and the sampled token joins the top K (released: it replaces the K-th).
 """
 import argparse
-import contextlib
 import copy
-import hashlib
 import json
 import math
 import os
@@ -47,7 +45,6 @@ import random
 import re
 import signal
 import sys
-import textwrap
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, fields
@@ -63,10 +60,6 @@ RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 class UserError(ValueError):
     """A mistake of the user's: printed as one line, exit code 2."""
-
-
-class Stopped(Exception):
-    """Ctrl-C, after the iteration was finished and saved: exit code 130."""
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -154,9 +147,10 @@ PRESETS = {
     # [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
     "paper": dict(digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000, pretrain_batch=64,
                   pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50, lr=1e-6,
-                  entropy_coef=5e-4, kl_coef=5.0, method="pg_is"),
+                  entropy_coef=5e-4, value_coef=0.1, kl_coef=5.0, method="pg_is"),
 }
-MODES = {"pretrain": dict(penalty="none", iterations=0), "none": dict(penalty="none"), "standard": dict(penalty="standard"), "critical": dict(penalty="critical"),
+MODES = {"pretrain": dict(penalty="none", iterations=0), "none": dict(penalty="none"),
+         "standard": dict(penalty="standard"), "critical": dict(penalty="critical"),
          "dppo": dict(penalty="none", method="dppo")}
 
 # The methods that [Q] compares, each a row: mask, its bounds, cap C and anchor of Eq. 23.
@@ -500,8 +494,8 @@ def pretrain(cfg, log):
             seconds = time.time() - began
             write(path, dict(version=VERSION, step=step, seconds=seconds, model=model.state_dict(), optimizers=state))
         if stop:
-            log.line("stopped while pretraining; the same command goes on from here")
-            raise Stopped
+            log.line(f"stopped while pretraining; to go on: the same command, or --resume {run_folder(cfg)}")
+            raise KeyboardInterrupt
     model.temperature = cfg.temperature
     return model, seconds
 
@@ -754,9 +748,6 @@ def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.
     return loss, info
 
 
-
-
-
 # ----------------------------------------------------------------------------------------------------
 # The loop: rollout, update.
 
@@ -845,7 +836,7 @@ def ppo_loss(policy, batch, rows, cfg):
         terms["penalty"] = masked_mean(batch.kl_weights[rows, :T] * kl, mask)   # [V] Eq. 1
         if cfg.kl_coef:
             loss = loss + cfg.kl_coef * terms["penalty"]
-    with contextlib.nullcontext() if cfg.entropy_coef else torch.no_grad():
+    with torch.set_grad_enabled(cfg.entropy_coef > 0):
         terms["entropy"] = masked_mean(entropy(logits), mask)
     if cfg.entropy_coef:
         loss = loss - cfg.entropy_coef * terms["entropy"]
@@ -950,7 +941,7 @@ PRETRAINING_FIELDS = ("digits", "extra", "dial", "layers", "width", "heads", "pr
 def fingerprint(cfg, names):
     """Eight hexadecimal digits that change with any of the named settings or with the versions."""
     content = json.dumps([VERSION, torch.__version__] + [getattr(cfg, name) for name in names])
-    return hashlib.sha256(content.encode()).hexdigest()[:8]
+    return f"{zlib.crc32(content.encode()):08x}"
 
 
 def run_folder(cfg):
@@ -976,7 +967,7 @@ def write(path, content):
 def load(path, device, *names):
     """A checkpoint that holds `names`: tensors and plain values, nothing is unpickled. Raises UserError."""
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = dict(torch.load(path, map_location=device, weights_only=True))
         version, _ = state["version"], [state[name] for name in names]
     except Exception as error:  # what torch.load raises on other files is not documented
         raise UserError(f"{path}: not a checkpoint of critkl ({type(error).__name__})") from None
@@ -1121,7 +1112,7 @@ def train(cfg, log):
         if any(all_ranks(log.interrupted)):
             keep()
             log.line(f"stopped after iteration {done}; to go on: python critkl.py --resume {folder}")
-            raise Stopped
+            raise KeyboardInterrupt
     if RANK > 0:
         return None
     after, critical_after = test_accuracy(policy, cfg, cfg.test_problems)
@@ -1324,7 +1315,7 @@ def main(argv=None):
         cfg, log = parse(argv), Log()
         start(cfg)
         if not cfg.json:
-            log.line(textwrap.fill(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""), 100))
+            log.line(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
         if cfg.mode in ("evaluate", "inspect", "bench"):
             dict(evaluate=evaluate, inspect=inspect, bench=bench)[cfg.mode](cfg, log)
         else:
@@ -1338,7 +1329,7 @@ def main(argv=None):
     except (UserError, OSError) as error:
         print(f"critkl.py: error: {error}", file=sys.stderr)
         return 2
-    except (Stopped, KeyboardInterrupt):
+    except KeyboardInterrupt:
         return 130
 
 

@@ -702,7 +702,7 @@ def test_one_pass_of_ppo_is_a2c(given):
               exact=(log_p.exp() * (log_p - log_q)).sum(-1))[cfg.kl_kind]
     weight = dict(none=0, standard=1, critical=(1 - H_ref / math.log(41)) ** 2)[cfg.penalty]
     error = (values - batch.returns)[m] ** 2 / 2
-    expected = (-batch.advantages[m] * logp + 0.1 * error + 0.7 * weight * kl - cfg.entropy_coef * H).mean()
+    expected = (-batch.advantages[m] * logp + cfg.value_coef * error + 0.7 * weight * kl - cfg.entropy_coef * H).mean()
     close(gradient(loss, policy), gradient(expected, policy), 2e-5)
     terms = dict(entropy=H, value_loss=error) | (dict(kl_ref=kl, penalty=weight * kl) if cfg.penalty != "none" else {})
     for name, term in terms.items():
