@@ -549,6 +549,54 @@ def test_mask_drops_only_moves_away_beyond_delta():
 
 
 # ----------------------------------------------------------------------------------------------------
+# [Q] section 3 as facts, by enumeration of all sequences of V = 3 tokens and T = 3 steps, in float64.
+
+def all_sequences(V=3, T=3):
+    return torch.tensor(list(itertools.product(range(V), repeat=T)))
+
+
+def tabular_policy(seed, sharp):
+    """log p(token | prefix) of a random policy: one (V^t, V) table for each step t."""
+    rng = torch.Generator().manual_seed(seed)
+    return [(sharp * torch.randn(3**t, 3, generator=rng, dtype=torch.float64)).log_softmax(-1) for t in range(3)]
+
+
+def along(tables, sequences):
+    """The rows of the tables that the sequences pass, (27, T, V)."""
+    prefix, rows = torch.zeros(len(sequences), dtype=torch.long), []
+    for t, table in enumerate(tables):
+        rows.append(table[prefix])
+        prefix = 3 * prefix + sequences[:, t]
+    return torch.stack(rows, 1)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_theorems_3_1_and_3_2(seed):
+    """J(pi) - J(mu) = L' - Delta (Eq. 5, 6), and neither lower bound (Eq. 7, 8) is above it."""
+    y, sharp = all_sequences(), (0.3, 1.0, 4.0)[seed % 3]
+    mu, pi = (along(tabular_policy(2 * seed + i, sharp), y) for i in (0, 1))
+    R = torch.randn(27, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    log_mu, log_pi = (x.gather(-1, y[..., None])[..., 0] for x in (mu, pi))
+    p_mu, p_pi, r = log_mu.sum(1).exp(), log_pi.sum(1).exp(), (log_pi - log_mu).exp()
+    gain = (p_pi * R).sum() - (p_mu * R).sum()
+    surrogate = (p_mu * R * (r - 1).sum(1)).sum()
+    later = torch.stack([r[:, t + 1:].prod(1) for t in range(3)], 1)
+    close(gain, surrogate - (p_mu * R * ((r - 1) * (1 - later)).sum(1)).sum(), 1e-12)
+    tv, xi = (mu.exp() - pi.exp()).abs().sum(-1) / 2, R.abs().max()
+    assert gain >= surrogate - 2 * xi * 3 * 2 * tv.max() ** 2 - 1e-12
+    assert gain >= surrogate - 4 * xi * (p_mu * tv.sum(1)).sum() - 1e-12
+    close(tv, (mu.exp() * ((pi - mu).exp() - 1).abs()).sum(-1) / 2, 1e-12)             # Eq. 11
+    close(divergence(mu, pi, y, "tv"), tv, 1e-6)
+
+
+def test_worked_example_of_section_4_2():
+    """The ratio is 100 where 0.0099 of the mass moves, and 0.808 where 0.19 does."""
+    for mu, pi, ratio, moved in ((1e-4, 1e-2, 100, 0.0099), (0.99, 0.80, 0.808, 0.19)):
+        close(pi / mu, ratio, 1e-3)
+        close(divergence(logits_of(mu, 1 - mu), logits_of(pi, 1 - pi), torch.tensor(0), "binary_tv"), moved, 1e-5)
+
+
+# ----------------------------------------------------------------------------------------------------
 # Advantages and losses.
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 1.0), (1.0, 0.8), (0.9, 0.7), (0.5, 0.0), (0.0, 0.5)])
@@ -1033,6 +1081,60 @@ def test_second_interrupt_stops_at_once():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Several processes.
+
+ONE_UPDATE = """
+import sys, torch, critkl as c
+if c.WORLD > 1:
+    torch.distributed.init_process_group("gloo")
+cfg = c.make_config(dict(digits=1, episodes=8, minibatch=8, epochs=1, max_grad_norm=0.0, entropy_coef=0.1))
+torch.manual_seed(0)
+policy, reference = c.GPT(2, 16, 2), c.GPT(2, 16, 2)
+for p in [*policy.parameters(), *reference.parameters()]:
+    torch.nn.init.normal_(p, std=0.3)
+rng = c.stream(0)
+batch = c.rollout(policy, [c.rl_problem(rng, cfg) for _ in range(8)], 0)
+batch.correct = (torch.arange(8) % 3 == 0).float()
+c.prepare(batch, policy, reference, cfg)
+info = c.update(policy, torch.optim.SGD(policy.parameters(), lr=0.0), batch, cfg, 0)
+if c.RANK == 0:
+    torch.save(dict(grads=[p.grad for p in policy.parameters()], ids=batch.ids, info=info), sys.argv[1])
+if c.WORLD > 1:
+    c.all_ranks(None)
+    torch.distributed.destroy_process_group()
+"""
+
+
+def torchrun(*command, timeout=120):
+    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *command],
+                          capture_output=True, text=True, timeout=timeout, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                          cwd=os.path.dirname(os.path.abspath(critkl.__file__)))
+
+
+def test_two_processes_learn_what_one_does(tmp_path):
+    """The same rollouts, and the gradient of one update within 1e-6."""
+    script = tmp_path / "one_update.py"
+    script.write_text("import os\nsys_path = os.getcwd()\nimport sys\nsys.path.insert(0, sys_path)\n" + ONE_UPDATE)
+    here = os.path.dirname(os.path.abspath(critkl.__file__))
+    subprocess.run([sys.executable, script, tmp_path / "one"], check=True, cwd=here, timeout=120)
+    done = torchrun(str(script), str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one", "two"))
+    assert torch.equal(one["ids"], two["ids"])
+    assert max(g.abs().max() for g in one["grads"]) > 1e-3
+    for a, b in zip(one["grads"], two["grads"]):
+        close(a, b, 1e-6)
+    for name in set(one["info"]) - {"share"}:
+        close(one["info"][name], two["info"][name], 1e-4)
+
+
+def test_one_failing_process_ends_the_job_with_its_message(tmp_path):
+    done = torchrun("critkl.py", "--minibatch", "1", "--episodes", "3", "--out", str(tmp_path / "runs"))
+    assert done.returncode != 0 and "2 processes: must divide --episodes" in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 # ----------------------------------------------------------------------------------------------------
