@@ -102,7 +102,7 @@ class Config:
     temperature: float = option(1.0, "policies are softmax(logits / temperature)", 0.01, 100)
     # KL penalty, [V] section 4
     penalty: str = option("critical", "KL penalty (set by --mode)", choices=("none", "standard", "critical"))
-    kl_coef: float = option(0.5, "alpha: coefficient of the KL penalty", 0, 1e6)
+    kl_coef: float = option(2.0, "alpha: coefficient of the KL penalty", 0, 1e6)
     kl_kind: str = option("k2", "KL estimator", choices=("k1", "k2", "k3", "exact"))
     beta: float = option(150.0, "exponent of the certainty in the critical penalty", 0, 1e9)
     certainty: str = option("negentropy", "certainty of the reference", choices=("negentropy", "max_prob"))
@@ -926,7 +926,8 @@ def set_name(k):
 
 def test_accuracy(model, cfg, count):
     """Expected success on the varying sets: ({"N": (mean, low, high), "N+1": ...}, critical of N+k)."""
-    found = [examine(model, test_set(cfg.digits + k, count, cfg.seed), cfg.digits) for k in range(max(3, cfg.extra + 1))]
+    digits = range(cfg.digits, cfg.digits + max(3, cfg.extra + 1))
+    found = [examine(model, test_set(n, count, cfg.seed), cfg.digits) for n in digits]
     return {set_name(k): bootstrap(expected) for k, (expected, _) in enumerate(found)}, found[cfg.extra][1]
 
 
@@ -1219,49 +1220,47 @@ def bench(cfg, log):
     """
     policy, _ = pretrain(cfg, log)
     reference, optimizer = copy.deepcopy(policy), torch.optim.AdamW(policy.parameters(), lr=0.0)
-    weights = sum(p.numel() for p in policy.parameters())
+    both, weights = pretraining_optimizers(reference, cfg), sum(p.numel() for p in policy.parameters())
+    count = lambda ids: int((ids != TOKEN_ID[PAD]).sum())
 
-    def measure(call):
+    def median_seconds(call):
         times = []
         for _ in range(4):                                           # the first is a warm-up
             began = time.perf_counter()
-            result = call()
+            call()
             if cfg.device == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
-        return sorted(times[1:])[1], result
+        return sorted(times[1:])[1]
 
     matrix = torch.randn(2048, 2048, device=cfg.device).to(torch.bfloat16 if cfg.device == "cuda" else torch.float32)
-    rate, rows = 2 * 2048**3 / measure(lambda: matrix @ matrix)[0], {}
-
-    def phase(name, call, tokens, length, passes):
-        seconds, _ = measure(call)
-        flops = passes * tokens * (2 * weights + 2 * cfg.layers * length * cfg.width)
-        rows[name] = dict(seconds=seconds, tokens=tokens, tokens_per_second=tokens / seconds,
-                          share_of_rate=flops / seconds / rate, peak_memory_mb=peak_memory_mb(cfg.device))
-
-    rng = stream(cfg.seed, "bench")
+    rate = 2 * 2048**3 / median_seconds(lambda: matrix @ matrix)
+    rng, batches = stream(cfg.seed, "bench"), pretraining_batches(cfg, 0)
     problems = [rl_problem(rng, cfg) for _ in range(cfg.episodes)]
     batch = rollout(policy, problems, 0)
-    tokens = int((batch.ids != TOKEN_ID[PAD]).sum())
-    length = tokens / cfg.episodes
-    phase("sampling", lambda: rollout(policy, problems, 0), tokens, length, 1)
-    phase("scoring", lambda: prepare(batch, policy, reference, cfg), tokens, length, 1)
-    phase("update", lambda: update(policy, optimizer, batch, cfg, 0), cfg.epochs * tokens, length, 3)
-    iteration = sum(row["seconds"] for row in rows.values())
-    batches, both = pretraining_batches(cfg, 0), pretraining_optimizers(reference, cfg)
-    tokens = sum(int((true_batch(b)[0] != TOKEN_ID[PAD]).sum()) for b in batches)
-    phase("pretraining", lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches], tokens,
-          tokens / 4 / cfg.pretrain_batch, 3)
-    for name, row in rows.items():
-        row["share_of_iteration"] = row["seconds"] / iteration if name != "pretraining" else None
+    tokens, step_tokens, rows = count(batch.ids), sum(count(true_batch(b)[0]) for b in batches), {}
+    for name, call, tokens, length, passes in (
+            ("sampling", lambda: rollout(policy, problems, 0), tokens, tokens / cfg.episodes, 1),
+            ("scoring", lambda: prepare(batch, policy, reference, cfg), tokens, tokens / cfg.episodes, 1),
+            ("update", lambda: update(policy, optimizer, batch, cfg, 0), cfg.epochs * tokens, tokens / cfg.episodes, 3),
+            ("pretraining", lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches], step_tokens,
+             step_tokens / 4 / cfg.pretrain_batch, 3)):
+        seconds = median_seconds(call)
+        flops = passes * tokens * (2 * weights + 2 * cfg.layers * length * cfg.width)
+        rows[name] = dict(seconds=seconds, tokens_per_second=tokens / seconds, share_of_rate=flops / seconds / rate,
+                          peak_memory_mb=peak_memory_mb(cfg.device))
+    phases = [rows[name] for name in ("sampling", "scoring", "update")]
+    iteration = sum(row["seconds"] for row in phases)
+    for row in phases:
+        row["share_of_iteration"] = row["seconds"] / iteration
     if cfg.json:
         print(json.dumps(dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9, phases=rows)))
         return
-    log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s")
+    log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s, "
+             f"one iteration {iteration:.2f} s")
     log.line(f"{'phase':12} {'tokens/s':>10} {'of iteration':>13} {'of the rate':>12} {'peak MB so far':>15}")
     for name, row in rows.items():
-        share = f"{row['share_of_iteration']:.0%}" if row["share_of_iteration"] else ""
+        share = f"{row['share_of_iteration']:.0%}" if row in phases else ""
         log.line(f"{name:12} {row['tokens_per_second']:10.0f} {share:>13} {row['share_of_rate']:12.0%} "
                  f"{row['peak_memory_mb']:15.0f}")
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import random
 import re
 import resource
@@ -18,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -34,6 +36,7 @@ torch.set_num_threads(1)
 settings.register_profile("tests", max_examples=100, deadline=None, derandomize=True, database=None)
 settings.load_profile("tests")
 NAN, INF = math.nan, math.inf
+plots_file = os.path.join(os.path.dirname(os.path.abspath(critkl.__file__)), "plots.py")
 KINDS = ("binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl")
 PROBLEMS = [(3, 4), (7, 8), (5, 16)]
 
@@ -1226,3 +1229,54 @@ def test_help_lists_every_field(capsys):
     text = capsys.readouterr().out
     assert stop.value.code == 0
     assert all(f"--{f.name.replace('_', '-')} " in text for f in dataclasses.fields(critkl.Config))
+
+
+# ----------------------------------------------------------------------------------------------------
+# plots.py: every state of a run folder is drawn as far as it goes.
+
+@functools.cache
+def finished_run():
+    """The texts of a small finished run's config.json, metrics.csv and summary.json."""
+    with tempfile.TemporaryDirectory() as out:
+        assert critkl.main(["--digits", "1", "--layers", "1", "--width", "16", "--heads", "2", "--pretrain-steps", "2",
+                            "--iterations", "2", "--episodes", "4", "--minibatch", "4", "--eval-every", "1", "--out", out,
+                            "--eval-problems", "4", "--test-problems", "4", "--device", "cpu"]) == 0
+        folder = next(p for p in pathlib.Path(out).iterdir() if p.is_dir())
+        return {name: (folder / name).read_text() for name in ("config.json", "metrics.csv", "summary.json")}
+
+
+STATES = dict(
+    whole=lambda run: None,
+    no_summary=lambda run: run.pop("summary.json"),
+    no_metrics=lambda run: run.pop("metrics.csv"),
+    empty=lambda run: run.update({"metrics.csv": ""}),
+    header_only=lambda run: run.update({"metrics.csv": run["metrics.csv"].split("\n")[0] + "\n"}),
+    torn_row=lambda run: run.update({"metrics.csv": run["metrics.csv"][:-40]}),
+    repeated=lambda run: run.update({"metrics.csv": run["metrics.csv"] + run["metrics.csv"].split("\n")[2] + "\n"}),
+    fewer_columns=lambda run: run.update({"metrics.csv": "iteration,accuracy_N+1\n0,0.1\n1,nan\n2,0.3\n"}),
+    broken_summary=lambda run: run.update({"summary.json": "{"}))
+
+
+def test_plots_survive_every_state_of_a_run_folder(tmp_path):
+    """One seed for each state, all in one group, drawn without a display."""
+    for seed, change in enumerate(STATES.values()):
+        run = dict(finished_run())
+        run["config.json"] = run["config.json"].replace('"seed": 0', f'"seed": {seed}')
+        change(run)
+        folder = tmp_path / "runs" / f"critical-x-seed{seed}"
+        folder.mkdir(parents=True)
+        for name, text in run.items():
+            (folder / name).write_text(text)
+    env = {k: v for k, v in os.environ.items() if k != "DISPLAY"}
+    done = subprocess.run([sys.executable, plots_file, tmp_path / "runs"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    for name in ("learning_curves.png", "learning_curves.pdf", "critical_tokens.png", "results.md"):
+        assert (tmp_path / "runs" / name).stat().st_size > 0
+    for state in ("no_summary", "broken_summary", "no_metrics"):     # what is unfinished or left out is named
+        assert f"seed{list(STATES).index(state)}" in done.stdout
+
+
+def test_plots_of_nothing(tmp_path):
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        done = subprocess.run([sys.executable, plots_file, folder], capture_output=True, text=True)
+        assert done.returncode == 2 and len(done.stderr.strip().split("\n")) == 1 and not list(tmp_path.iterdir())
