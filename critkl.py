@@ -457,6 +457,8 @@ def pretraining_step(model, optimizers, batch, progress, cfg):
     ids, mask, response_tokens = ids[RANK::WORLD], mask[RANK::WORLD], mask.sum()
     logits, _ = model(ids[:, :-1])
     loss = -masked_mean(token_logp(logits, ids[:, 1:]), mask)
+    if not loss.isfinite():
+        raise UserError(f"pretraining, {progress:.0%} done: loss not finite; stopped before the step")
     for optimizer in optimizers:
         optimizer.zero_grad()
     (loss * mask.sum() / response_tokens).backward()
@@ -859,8 +861,7 @@ def update(policy, optimizer, batch, cfg, iteration):
             info["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
             bad = [name for name, term in info.items() if not term.isfinite()]
             if bad:
-                raise UserError(f"iteration {iteration}: {', '.join(bad)} not finite; stopped before the "
-                                f"optimizer step, the last checkpoint is whole")
+                raise UserError(f"iteration {iteration}: {', '.join(bad)} not finite; stopped before the step")
             optimizer.step()
             infos.append({name: term.item() for name, term in info.items()} | dict(share=share.item()))
     infos = [info for part in all_ranks(infos) for info in part]
@@ -1104,7 +1105,10 @@ def train(cfg, log):
         sampler = policy if cfg.sampler_dtype == "float32" else copy.deepcopy(policy).bfloat16()
         batch = rollout(sampler, problems, stream(cfg.seed, "noise", done).getrandbits(63))
         prepare(batch, policy, reference, cfg)
-        recent.append(update(policy, optimizer, batch, cfg, done) | dict(lr=group["lr"]))
+        try:
+            recent.append(update(policy, optimizer, batch, cfg, done) | dict(lr=group["lr"]))
+        except UserError as error:
+            raise UserError(f"{error}; the last good checkpoint is {folder / 'checkpoint.pt'}") from None
         done += 1
         log.progress("iteration", done, cfg.iterations, lambda: f"reward {recent[-1]['reward']:.2f}")
         if done % (2 * cfg.eval_every) == 0:
