@@ -4,7 +4,7 @@
     python critkl.py --mode standard      the same with the usual KL penalty; --mode none: without one
     python critkl.py --mode dppo          the ratio clip replaced by a mask on the divergence
     python critkl.py --mode evaluate      tables of the pretrained model (or of --checkpoint FOLDER)
-    python critkl.py --mode inspect --problem 2033+5179
+    python critkl.py --mode inspect --problem 2033+5179; --mode bench
     python critkl.py --help               every setting
 
 Two papers, cited below by letter and equation:
@@ -18,7 +18,8 @@ trained, ref the frozen pretrained policy. A position t holds the state ids[:, :
 ids[:, t+1], so that all (B, T) tensors of a batch with T+1 tokens line up.
 
 Departures from the papers (D) and from their authors' released code (C); the README explains each.
-  D1  The model is small and uses rotary positions and layer norm without parameters, not GPT-2's.
+  D1  The model is small, with rotary positions on half of the channels, layer norm without parameters
+      and no biases, not GPT-2.
   D2  Preset laptop: N = 3, and a share `dial` of the pretraining problems is drawn like RL's; the paper
       pretrains on up to 7 digits and on nothing longer. Preset laptop7 and paper have no dial.
   D3  Pretraining uses Muon for the hidden matrices and AdamW for the rest.
@@ -414,8 +415,9 @@ class GPT(nn.Module):
             mask = torch.arange(int(start.max()) + T, device=ids.device) <= positions[:, None, :, None]
         with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
             x = norm(self.embedding(ids))
-            frequency = 1e4 ** -torch.arange(0, 1, 2 * self.blocks[0].heads / x.shape[-1], device=ids.device)
-            frequency[len(frequency) // 2:] = 0                      # slow channels carry content alone
+            pairs = x.shape[-1] // self.blocks[0].heads // 2
+            frequency = 1e4 ** -(torch.arange(pairs, device=ids.device) / pairs)
+            frequency[pairs // 2:] = 0                               # slow channels carry content alone
             angle = positions[..., None] * frequency
             rotation = torch.polar(torch.ones_like(angle), angle)[:, :, None, None]
             for i, block in enumerate(self.blocks):
