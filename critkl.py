@@ -131,7 +131,7 @@ class Config:
     # the run
     seed: int = option(0, "seed of everything random", 0, 2**31)
     device: str = option("auto", "where to run", choices=("auto", "cpu", "cuda"))
-    threads: int = option(0, "CPU threads (0: as the machine has)", 0, 1024)
+    threads: int = option(1, "CPU threads (0: as the machine has); each number gives runs of its own", 0, 1024)
     out: str = option("runs", "folder that holds all runs")
     name: str = option("", "name of the run folder (default: made from the settings)")
     eval_every: int = option(10, "iterations between two evaluations", 1)
