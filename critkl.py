@@ -1038,6 +1038,8 @@ class Log:
 def open_run(cfg):
     """Make the run folder, or check that the one there has the same settings."""
     folder = run_folder(cfg)
+    for left in folder.glob(".*") if RANK == 0 else ():              # half-written by a run that was killed
+        left.unlink()
     if (folder / "config.json").exists():
         there = json.loads((folder / "config.json").read_text())["settings"]
         for name, value in asdict(cfg).items():

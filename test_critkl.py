@@ -7,6 +7,7 @@ import copy
 import csv
 import dataclasses
 import functools
+import io
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 import torch
@@ -1084,6 +1086,29 @@ def test_second_interrupt_stops_at_once():
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_killed_at_random_moments_it_goes_on_from_a_whole_checkpoint(tmp_path):
+    """SIGKILL at random moments, 3 times, or KILLS times: `KILLS=50 python -m pytest -k killed`."""
+    command = [sys.executable, critkl.__file__, "--digits", "1", "--layers", "1", "--width", "16", "--heads", "2",
+               "--pretrain-steps", "20", "--iterations", "1000000", "--episodes", "4", "--minibatch", "4", "--eval-every",
+               "2", "--eval-problems", "2", "--device", "cpu", "--out", tmp_path, "--name", "x"]
+    rng, done, log = random.Random(0), 0, tmp_path / "log"
+    for _ in range(int(os.environ.get("KILLS", 3))):
+        with open(log, "w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        metrics = tmp_path / "critical-x-seed0" / "metrics.csv"
+        while process.poll() is None and (not metrics.exists() or metrics.read_text().count("\n") < done + 2):
+            time.sleep(0.02)
+        time.sleep(rng.random() / 5)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, log.read_text()
+        rows = list(csv.DictReader(io.StringIO(metrics.read_text())))
+        assert [int(float(row["iteration"])) for row in rows] == list(range(0, 2 * len(rows), 2))
+        assert all(None not in row and None not in row.values() for row in rows) and len(rows) > done
+        saved = torch.load(metrics.with_name("checkpoint.pt"), weights_only=True)
+        assert 0 <= len(rows) - len(saved["rows"]) <= 1
+        done = len(rows)
 
 
 # ----------------------------------------------------------------------------------------------------
