@@ -1038,14 +1038,14 @@ class Log:
 def open_run(cfg):
     """Make the run folder, or check that the one there has the same settings."""
     folder = run_folder(cfg)
-    for left in folder.glob(".*") if RANK == 0 else ():              # half-written by a run that was killed
-        left.unlink()
     if (folder / "config.json").exists():
         there = json.loads((folder / "config.json").read_text())["settings"]
         for name, value in asdict(cfg).items():
             if name not in FREE_FIELDS and there.get(name) != value:
                 raise UserError(f"{folder}: holds a run with {name} {there.get(name)}, not {value}; choose "
                                 f"another --name or --out")
+        for left in folder.glob(".*.[0-9]*") if RANK == 0 else ():   # half-written by a run that was killed
+            left.unlink()
     elif RANK == 0:
         write(folder / "config.json", json.dumps(dict(
             settings=asdict(cfg), version=VERSION, torch=torch.__version__, python=platform.python_version(),
