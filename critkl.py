@@ -916,6 +916,24 @@ def examine(model, problems, digits):
     return torch.cat(expected), {name: sum(p) / len(p) for name, p in sorted(critical.items())}
 
 
+@torch.no_grad()
+def force(policy, problems, places):
+    """Decisive? [V] section 3.3. A place is (number of the problem, index in its scratchpad). There the likeliest
+    wrong character is put, after the true text, and the greedy answer goes on from it.
+    Returns the list of these characters and (n,) bool, True where the answer still comes out right."""
+    logits = policy(true_batch(problems, policy.device)[0][:, :-1])[0]
+    starts, drafts, wrong = [], [], []
+    for i, index in places:
+        begin, true = prompt(*problems[i]), scratchpad(*problems[i])
+        order = logits[i, len(begin) - 1 + index].argsort(descending=True).tolist()
+        wrong.append(next(VOCABULARY[token] for token in order if VOCABULARY[token] != true[index]))
+        starts.append(encode(begin + true[:index] + wrong[-1]))
+        drafts.append(encode(true[index + 1:]))
+    ids, _, _, _ = generate(policy, starts, drafts, max(map(len, drafts)) + 16)
+    answers = [decode(row).rstrip(PAD)[len(prompt(*problems[i])):] for row, (i, _) in zip(ids, places)]
+    return wrong, torch.tensor([is_correct(*problems[i], text) for text, (i, _) in zip(answers, places)])
+
+
 def bootstrap(values, resamples=1000):
     """Mean of (n,) values and its 95% interval by resampling: (mean, low, high)."""
     index = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(0))
