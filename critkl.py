@@ -127,6 +127,7 @@ class Config:
                             choices=("gae", "group"))
     group: int = option(8, "answers per problem with group advantages", 2)
     sampler_dtype: str = option("float32", "weights and arithmetic of the sampler", choices=("float32", "bfloat16"))
+    staleness: int = option(1, "iterations for which the sampler keeps its weights: updates per set of rollouts", 1)
     fixed: int = option(0, "RL on this many fixed problems that the pretrained model solves sometimes", 0)
     # the run
     seed: int = option(0, "seed of everything random", 0, 2**31)
@@ -188,6 +189,8 @@ def make_config(given):
         raise UserError(f"--iterations {cfg.iterations}: allowed with mode pretrain is 0")
     if cfg.episodes % cfg.minibatch:
         raise UserError(f"--minibatch {cfg.minibatch}: must divide --episodes {cfg.episodes}")
+    if cfg.relax != "none" and cfg.trust_region != "clip":
+        raise UserError(f"--relax {cfg.relax}: lifts the clip; allowed with trust region {cfg.trust_region} is none")
     if cfg.advantage == "group" and cfg.episodes % cfg.group:
         raise UserError(f"--group {cfg.group}: must divide --episodes {cfg.episodes}")
     return cfg
@@ -1089,10 +1092,13 @@ def train(cfg, log):
     policy, pretrain_seconds = pretrain(cfg, log)
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    sampler = copy.deepcopy(policy).to(getattr(torch, cfg.sampler_dtype))
     done, rows, recent, seconds = 0, [], [], 0.0
     if (folder / "checkpoint.pt").exists():
-        state = load(folder / "checkpoint.pt", cfg.device, "policy", "optimizer", "done", "rows", "recent", "seconds")
+        state = load(folder / "checkpoint.pt", cfg.device, "policy", "sampler", "optimizer", "done", "rows",
+                     "recent", "seconds")
         load_weights(policy, state["policy"], folder)
+        load_weights(sampler, state["sampler"], folder)
         optimizer.load_state_dict(state["optimizer"])
         done, rows, recent, seconds = (state[name] for name in ("done", "rows", "recent", "seconds"))
         log.line(f"{folder}: goes on from iteration {done}")
@@ -1103,8 +1109,8 @@ def train(cfg, log):
         if RANK == 0:
             write(folder / "metrics.csv", csv_text(rows))
             write(folder / "checkpoint.pt", dict(
-                version=VERSION, policy=policy.state_dict(), optimizer=optimizer.state_dict(), done=done, rows=rows,
-                recent=recent, seconds=time.time() - began))
+                version=VERSION, policy=policy.state_dict(), sampler=sampler.state_dict(), optimizer=optimizer.state_dict(),
+                done=done, rows=rows, recent=recent, seconds=time.time() - began))
 
     while True:
         due = done % cfg.eval_every == 0 or done == cfg.iterations
@@ -1124,7 +1130,8 @@ def train(cfg, log):
         rng, answers = stream(cfg.seed, "problems", done), cfg.group if cfg.advantage == "group" else 1
         problems = [rng.choice(fixed) if fixed else rl_problem(rng, cfg) for _ in range(cfg.episodes // answers)]
         problems = [p for p in problems for _ in range(answers)]
-        sampler = policy if cfg.sampler_dtype == "float32" else copy.deepcopy(policy).bfloat16()
+        if done % cfg.staleness == 0:
+            sampler.load_state_dict(policy.state_dict())
         batch = rollout(sampler, problems, stream(cfg.seed, "noise", done).getrandbits(63))
         prepare(batch, policy, reference, cfg)
         try:
