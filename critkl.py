@@ -18,19 +18,16 @@ trained, ref the frozen pretrained policy. A position t holds the state ids[:, :
 ids[:, t+1], so that all (B, T) tensors of a batch with T+1 tokens line up.
 
 Departures from the papers (D) and from their authors' released code (C); the README explains each.
-  D1  The model is small, with rotary positions on half of the channels, layer norm without parameters
-      and no biases, not GPT-2.
-  D2  Preset laptop: N = 3, and a share `dial` of the pretraining problems is drawn like RL's; the paper
-      pretrains on up to 7 digits and on nothing longer. Preset laptop7 and paper have no dial.
+  D1  The model is small: rotary positions on half of the channels, layer norm without parameters, no biases.
+  D2  Preset laptop: N = 3, and a share `dial` of the pretraining problems is drawn like RL's (others: none).
   D3  Pretraining uses Muon for the hidden matrices and AdamW for the rest.
-  D4  RL is PPO (several epochs, whitened advantages, learning rate falling to 0) in place of A2C.
-      One epoch with one minibatch is A2C: the ratio is 1 and the gradients agree (tested).
+  D4  PPO (epochs of minibatches, whitened advantages, learning rate falling to 0) in place of A2C. One epoch
+      with one minibatch is A2C: the ratio is 1 and the gradients agree (tested).
   D5  GAE with lambda = 1: the only reward comes at the end, some 250 tokens late.
   D6  Training and evaluation problems are split by a hash of the problem, so they never overlap.
   D7  Log-ratios are cut to [-20, 20] before exp, in the ratio and in k3.
   D8  The value loss trains the value head alone, so it does not move the policy; its coefficient is 1.
-  C1  [V] certainty is the text's normalized negentropy. The released code takes 1 + log max p / log V
-      of logits at temperature 4: --certainty max_prob --certainty-temperature 4.
+  C1  [V] certainty is the text's negentropy; released: --certainty max_prob --certainty-temperature 4.
   C2  [V] policy and sampler use temperature 1; the released code divides logits by 2: --temperature 2.
   C3  [V] the KL term is added to the loss (the released PPO class subtracts it).
   C4  [Q] no constant is added inside logarithms, the ratio has no cap unless asked (released: 10),
@@ -181,18 +178,15 @@ def make_config(given):
         if f.type is not str and not meta["low"] <= value <= meta["high"]:  # also false for nan
             raise UserError(f"{flag} {value}: allowed is {meta['low']} to {meta['high']}")
     cfg = Config(**values)
-    if cfg.width % (2 * cfg.heads):
-        raise UserError(f"--width {cfg.width}: must be a multiple of twice --heads {cfg.heads}")
-    if not re.fullmatch(r"[\w.+=-]*", cfg.name) or cfg.name.startswith("."):
-        raise UserError(f"--name {cfg.name}: allowed are letters, digits and _ + = - .")
-    if cfg.mode == "pretrain" and cfg.iterations:
-        raise UserError(f"--iterations {cfg.iterations}: allowed with mode pretrain is 0")
-    if cfg.episodes % cfg.minibatch:
-        raise UserError(f"--minibatch {cfg.minibatch}: must divide --episodes {cfg.episodes}")
-    if cfg.relax != "none" and cfg.trust_region != "clip":
-        raise UserError(f"--relax {cfg.relax}: lifts the clip; allowed with trust region {cfg.trust_region} is none")
-    if cfg.advantage == "group" and cfg.episodes % cfg.group:
-        raise UserError(f"--group {cfg.group}: must divide --episodes {cfg.episodes}")
+    for wrong, flag, allowed in (
+            (cfg.width % (2 * cfg.heads), "width", f"a multiple of twice --heads {cfg.heads}"),
+            (not re.fullmatch(r"([\w+=-][\w.+=-]*)?", cfg.name), "name", "letters, digits and _ + = - ."),
+            (cfg.mode == "pretrain" and cfg.iterations, "iterations", "0 with mode pretrain"),
+            (cfg.episodes % cfg.minibatch, "minibatch", f"a divisor of --episodes {cfg.episodes}"),
+            (cfg.advantage == "group" and cfg.episodes % cfg.group, "group", f"a divisor of --episodes {cfg.episodes}"),
+            (cfg.relax != "none" and cfg.trust_region != "clip", "relax", f"none, {cfg.trust_region} is no clip")):
+        if wrong:
+            raise UserError(f"--{flag} {getattr(cfg, flag)}: allowed is {allowed}")
     return cfg
 
 
@@ -295,39 +289,32 @@ def held_out(a, b):
 
 
 def draw(rng, lengths, test=False):
-    """One problem (a, b), its operands of the given lengths, from the training or the test part."""
+    """One problem (a, b), its operands of the given lengths in any order, from the training or the test part."""
+    rng.shuffle(lengths)
     while True:
         a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10 ** n) for n in lengths)
         if held_out(a, b) == test:
             return a, b
 
 
-def varying(rng, n, shortest=1):
-    """Operand lengths of the varying set, [V] appendix A: one operand, first or second, has n digits."""
-    lengths = [n, rng.randint(shortest, n)]
-    rng.shuffle(lengths)
-    return lengths
-
-
 def rl_problem(rng, cfg):
     """One operand has N+k digits, the other half of the time 1 to N, else N+1 to N+k ([V] code)."""
     n = cfg.digits + cfg.extra
-    lengths = [n, rng.randint(1, cfg.digits) if rng.random() < 0.5 else rng.randint(cfg.digits + 1, n)]
-    rng.shuffle(lengths)
-    return draw(rng, lengths)
+    return draw(rng, [n, rng.randint(1, cfg.digits) if rng.random() < 0.5 else rng.randint(cfg.digits + 1, n)])
 
 
 def pretraining_problem(rng, cfg):
     """The longer operand has 1 to N digits, balanced; a share `dial` are RL problems (D2)."""
     if rng.random() < cfg.dial:
         return rl_problem(rng, cfg)
-    return draw(rng, varying(rng, rng.randint(1, cfg.digits)))
+    n = rng.randint(1, cfg.digits)
+    return draw(rng, [n, rng.randint(1, n)])
 
 
 def test_set(n, count, seed, kind="varying"):
-    """`count` held-out problems of n digits, "varying" or "identical" (both operands n digits)."""
+    """`count` held-out problems, [V] appendix A: an operand has n digits, the other 1 to n, or n ("identical")."""
     rng = stream(seed, "test", kind, n)
-    return [draw(rng, [n, n] if kind == "identical" else varying(rng, n), test=True) for _ in range(count)]
+    return [draw(rng, [n, n if kind == "identical" else rng.randint(1, n)], test=True) for _ in range(count)]
 
 
 def collate(prompts, responses):
@@ -884,6 +871,9 @@ def update(policy, optimizer, batch, cfg, iteration):
 # Evaluation. Under teacher forcing the product of the token probabilities is the exact probability of
 # sampling the true scratchpad: one pass, no sampling noise, a lower bound of graded success.
 
+SETS = ("N", "N+1", "N+2", "N+3")  # digits of the longer operand
+
+
 def critical_tokens(a, b, digits):
     """Name to index in scratchpad(a, b) of each critical token, [V] appendix B.
 
@@ -897,8 +887,8 @@ def critical_tokens(a, b, digits):
             for k in range(1, excess + 1):
                 comma = digit_list.end(1) - 2 * (excess + 1 - k)
                 if comma > digit_list.start(1):
-                    found[f"line{i}_{operand}_n+{k}_comma"] = start + comma
-                    found[f"line{i}_{operand}_n+{k}_digit"] = start + comma + 1
+                    name = f"line{i}_{operand}_n+{k}_"
+                    found |= {name + "comma": start + comma, name + "digit": start + comma + 1}
         start += len(line) + 1
     return found
 
@@ -944,21 +934,17 @@ def bootstrap(values, resamples=1000):
     return values.mean().item(), low, high
 
 
-def set_name(k):
-    return f"N+{k}" if k else "N"
-
-
 def test_accuracy(model, cfg, count):
     """Expected success on the varying sets: ({"N": (mean, low, high), "N+1": ...}, critical of N+k)."""
-    digits = range(cfg.digits, cfg.digits + max(3, cfg.extra + 1))
-    found = [examine(model, test_set(n, count, cfg.seed), cfg.digits) for n in digits]
-    return {set_name(k): bootstrap(expected) for k, (expected, _) in enumerate(found)}, found[cfg.extra][1]
+    found = {name: examine(model, test_set(cfg.digits + k, count, cfg.seed), cfg.digits)
+             for k, name in enumerate(SETS[:max(3, cfg.extra + 1)])}
+    return {name: bootstrap(expected) for name, (expected, _) in found.items()}, found[SETS[cfg.extra]][1]
 
 
 # ----------------------------------------------------------------------------------------------------
 # Saving: every file is written beside its place and renamed, so that it is whole or absent.
 
-FREE_FIELDS = ("out", "name", "problem", "checkpoint", "json", "preset")  # they do not change what a run computes
+FREE_FIELDS = ("out", "name", "json", "preset")  # they do not change what a run computes
 PRETRAINING_FIELDS = ("digits", "extra", "dial", "layers", "width", "heads", "pretrain_steps", "pretrain_batch",
                       "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
 
@@ -970,18 +956,20 @@ def fingerprint(cfg, names):
 
 
 def run_folder(cfg):
-    free = set(FREE_FIELDS) - ({"checkpoint"} if cfg.mode == "evaluate" else set()) | {"seed"}
-    names = [f.name for f in fields(Config) if f.name not in free]
+    names = [f.name for f in fields(Config) if f.name not in FREE_FIELDS + ("seed",)]
     return Path(cfg.out) / f"{cfg.mode}-{cfg.name or fingerprint(cfg, names)}-seed{cfg.seed}"
 
 
 def write(path, content):
-    """Text, or a dict as a checkpoint, to a file, atomically."""
+    """Text, or a dict as a checkpoint (.pt) or as JSON, to a file, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(beside, "wb") as file:
-            file.write(content.encode()) if isinstance(content, str) else torch.save(content, file)
+            if path.suffix == ".pt":
+                torch.save(content, file)
+            else:
+                file.write((content if isinstance(content, str) else json.dumps(content, indent=1)).encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
@@ -1003,12 +991,10 @@ def load(path, device, *names):
 
 def load_weights(model, weights, path):
     """Weights into the model. Raises UserError if they are of another shape."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError:
-        there = {name: tuple(w.shape) for name, w in weights.items()}
-        wrong = [name for name, w in model.state_dict().items() if there.get(name) != tuple(w.shape)]
-        raise UserError(f"{path}: of another configuration, differs in {', '.join(wrong) or 'layers'}") from None
+    shapes = lambda state: {(name, *w.shape) for name, w in state.items()}
+    if differ := sorted({name for name, *_ in shapes(weights) ^ shapes(model.state_dict())}):
+        raise UserError(f"{path}: of another configuration, differs in {', '.join(differ)}")
+    model.load_state_dict(weights)
 
 
 def csv_text(rows):
@@ -1068,9 +1054,9 @@ def open_run(cfg):
         for left in folder.glob(".*.[0-9]*") if RANK == 0 else ():   # half-written by a run that was killed
             left.unlink()
     elif RANK == 0:
-        write(folder / "config.json", json.dumps(dict(
+        write(folder / "config.json", dict(
             settings=asdict(cfg), version=VERSION, torch=torch.__version__, python=platform.python_version(),
-            machine=platform.platform(), processes=WORLD), indent=1))
+            machine=platform.platform(), processes=WORLD))
     return folder
 
 
@@ -1088,7 +1074,7 @@ def train(cfg, log):
     folder = open_run(cfg)
     if (folder / "summary.json").exists():
         log.line(f"{folder}: this run is complete")
-        return json.loads((folder / "summary.json").read_text())
+        return print_summary(json.loads((folder / "summary.json").read_text()), cfg, log)
     policy, pretrain_seconds = pretrain(cfg, log)
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0)
@@ -1109,8 +1095,8 @@ def train(cfg, log):
         if RANK == 0:
             write(folder / "metrics.csv", csv_text(rows))
             write(folder / "checkpoint.pt", dict(
-                version=VERSION, policy=policy.state_dict(), sampler=sampler.state_dict(), optimizer=optimizer.state_dict(),
-                done=done, rows=rows, recent=recent, seconds=time.time() - began))
+                version=VERSION, policy=policy.state_dict(), sampler=sampler.state_dict(), done=done, rows=rows,
+                optimizer=optimizer.state_dict(), recent=recent, seconds=time.time() - began))
 
     while True:
         due = done % cfg.eval_every == 0 or done == cfg.iterations
@@ -1159,8 +1145,8 @@ def train(cfg, log):
         critical_tokens={k: dict(before=critical_before[k], after=critical_after[k]) for k in critical_before},
         seconds=dict(pretrain=pretrain_seconds, rl=seconds, total=pretrain_seconds + seconds),
         peak_memory_mb=peak_memory_mb(cfg.device), parameters=sum(p.numel() for p in policy.parameters()))
-    write(folder / "summary.json", json.dumps(summary, indent=1))
-    return summary
+    write(folder / "summary.json", summary)
+    return print_summary(summary, cfg, log)
 
 
 def percent(interval):
@@ -1176,6 +1162,7 @@ def print_summary(summary, cfg, log):
         log.line(f"{k:8}{percent(intervals['pretrained_accuracy'][k]):>22}{percent(intervals['accuracy'][k]):>26}")
     log.line(f"{seconds['pretrain']:.0f} s pretraining, {seconds['rl']:.0f} s RL and evaluation, "
              f"{summary['peak_memory_mb']:.0f} MB at the peak; all of it in {run_folder(cfg)}")
+    return summary
 
 
 def chosen_policy(cfg, log):
@@ -1189,43 +1176,60 @@ def chosen_policy(cfg, log):
 
 
 def evaluate(cfg, log):
-    """[V] tables 4 and 5 (accuracy at N to N+3) of one policy and 1 (certainty gap) of the pretrained."""
+    """Writes evaluation.json: [V] tables 4 and 5 (success at N to N+3) of a policy; of the pretrained model table 1
+    and the critical tokens by definition; 2,000 tokens as a bfloat16 sampler and the trainer see them, [Q] fig. 2."""
     reference, policy = chosen_policy(cfg, log)
     folder, rows = open_run(cfg), []
     log.line(f"{'set':10} {'digits':6} {'sampled':>22} {'greedy':>22} {'expected':>22}   in %, 95% interval")
     for kind in ("identical", "varying"):
-        for k in range(4):
-            problems, graded = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind), [[], []]
+        for k, name in enumerate(SETS):
+            problems, graded = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind), dict(sampled=[], greedy=[])
             for i in range(0, len(problems), 100):
-                seeds = stream(cfg.seed, "evaluate", kind, k, i).getrandbits(63), None
-                for answers, seed in zip(graded, seeds):             # sampled, greedy
-                    answers.append(rollout(policy, problems[i:i + 100], seed).correct.cpu())
-            results = [torch.cat(graded[0]), torch.cat(graded[1]), examine(policy, problems, cfg.digits)[0]]
-            row = dict(zip(("sampled", "greedy", "expected"), map(bootstrap, results)))
-            rows.append(dict(set=kind, digits=set_name(k)) | row)
-            log.line(f"{kind:10} {set_name(k):6} " + " ".join(f"{percent(x):>22}" for x in row.values()))
-    gap = certainty_gap(reference, test_set(cfg.digits + 1, 50, cfg.seed), cfg)
+                for how, seed in zip(graded, (stream(cfg.seed, "evaluate", kind, k, i).getrandbits(63), None)):
+                    graded[how].append(rollout(policy, problems[i:i + 100], seed).correct.cpu())
+            row = {how: bootstrap(torch.cat(correct)) for how, correct in graded.items()}
+            row["expected"] = bootstrap(examine(policy, problems, cfg.digits)[0])
+            rows.append(dict(set=kind, digits=name) | row)
+            log.line(f"{kind:10} {name:6} " + " ".join(f"{percent(x):>22}" for x in row.values()))
+    problems = test_set(cfg.digits + 1, 50, cfg.seed)
+    gap, definition = critical_evidence(reference, problems, cfg)
     log.line("certainty of the pretrained model on a token less its mean on the others, 50 answers at N+1:")
     for name, (mean, low, high) in gap.items():
         log.line(f"  {name:12} {mean:8.4f}  ({low:.4f} to {high:.4f})")
-    write(folder / "evaluation.json", json.dumps(dict(rows=rows, certainty_gap=gap, seed=cfg.seed), indent=1))
+    log.line("tokens of these answers: " + ", ".join(f"{n} {name}" for name, n in definition.items()))
+    batch = rollout(copy.deepcopy(policy).bfloat16(), problems, 0)
+    with torch.no_grad():
+        pi = token_logp(policy(batch.ids[:, :-1])[0], batch.ids[:, 1:])
+    pairs = torch.stack((batch.logp, pi), -1)[batch.mask].exp()[:2000].tolist()
+    write(folder / "evaluation.json", dict(rows=rows, certainty_gap=gap, definition=definition, sampler=pairs))
     log.line(f"written to {folder}")
 
 
 @torch.no_grad()
-def certainty_gap(reference, problems, cfg):
-    """[V] table 1: certainty on critical and on other tokens of the true answers, each less the mean
-    certainty on the rest of its answer; mean over answers and its 95% interval."""
-    gaps = {"critical": [], "non-critical": []}
+def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
+    """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts).
+
+    gap, table 1: certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean
+    on the rest of its answer; mean over answers and its 95% interval. counts: tokens listed, uncertain (J below
+    the threshold) and decisive (`force`), and how these agree.
+    """
+    gaps, listed, uncertain = {"critical": [], "non-critical": []}, set(), set()
     ids, mask = true_batch(problems, reference.device)
     J = certainty(reference(ids[:, :-1])[0] / cfg.certainty_temperature, cfg.certainty)
-    for (a, b), J, mask in zip(problems, J.cpu(), mask.cpu()):
+    for i, (problem, J, mask) in enumerate(zip(problems, J.cpu(), mask.cpu())):
         J = J[mask]
         gap, critical = J - (J.sum() - J) / (len(J) - 1), torch.zeros(len(J), dtype=torch.bool)
-        critical[list(critical_tokens(a, b, cfg.digits).values())] = True
+        critical[list(critical_tokens(*problem, cfg.digits).values())] = True
         gaps["critical"].append(gap[critical].mean())
         gaps["non-critical"].append(gap[~critical].mean())
-    return {name: bootstrap(torch.stack(values)) for name, values in gaps.items()}
+        listed |= {(i, t) for t in critical.nonzero()[:, 0].tolist()}
+        uncertain |= {(i, t) for t in (J < uncertain_below).nonzero()[:, 0].tolist()}
+    places = sorted(listed | uncertain)
+    decisive = {place for place, right in zip(places, force(reference, problems, places)[1]) if not right}
+    counts = {"listed": listed, "listed and decisive": listed & decisive, "listed and uncertain": listed & uncertain,
+              "uncertain": uncertain, "uncertain and decisive": uncertain & decisive,
+              "all three": listed & uncertain & decisive}
+    return {name: bootstrap(torch.stack(x)) for name, x in gaps.items()}, {name: len(x) for name, x in counts.items()}
 
 
 def inspect(cfg, log):
@@ -1242,10 +1246,12 @@ def inspect(cfg, log):
     log.line(f"{'right' if batch.correct[0] else 'wrong'}: {a}+{b}={a + b}; the pretrained model is least certain at")
     for i in sorted(range(len(J)), key=J.__getitem__)[:5]:
         log.line(f"  J = {J[i]:.3f}  {answer[max(0, i - 16):i]!r} then {answer[i]!r}")
+    write(open_run(cfg) / "inspect.json", dict(problem=cfg.problem, text=answer, certainty=J,
+                                               correct=bool(batch.correct[0])))
 
 
 def bench(cfg, log):
-    """Tokens/s of each phase of an iteration, its share of the time, and its share of the machine's rate.
+    """Time, tokens/s, share of the machine's rate and peak memory of each phase, to bench.json.
 
     Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for each
     weight a token meets and 2 T C for causal attention in each layer; a training step as three of them.
@@ -1270,32 +1276,32 @@ def bench(cfg, log):
     rate = 2 * 2048**3 / median_seconds(lambda: matrix @ matrix)
     rng, batches = stream(cfg.seed, "bench"), pretraining_batches(cfg, 0)
     problems = [rl_problem(rng, cfg) for _ in range(cfg.episodes)]
-    batch = rollout(policy, problems, 0)
-    tokens, step_tokens, rows = count(batch.ids), sum(count(true_batch(b)[0]) for b in batches), {}
-    for name, call, tokens, length, passes in (
-            ("sampling", lambda: rollout(policy, problems, 0), tokens, tokens / cfg.episodes, 1),
-            ("scoring", lambda: prepare(batch, policy, reference, cfg), tokens, tokens / cfg.episodes, 1),
-            ("update", lambda: update(policy, optimizer, batch, cfg, 0), cfg.epochs * tokens, tokens / cfg.episodes, 3),
-            ("pretraining", lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches], step_tokens,
-             step_tokens / 4 / cfg.pretrain_batch, 3)):
+    batch, phases = rollout(policy, problems, 0), {}
+    tokens, both_tokens = count(batch.ids), sum(count(true_batch(b)[0]) for b in batches)
+    for name, passes, tokens, answers, call in (
+            ("sampling", 1, tokens, cfg.episodes, lambda: rollout(policy, problems, 0)),
+            ("scoring", 1, tokens, cfg.episodes, lambda: prepare(batch, policy, reference, cfg)),
+            ("update", 3, cfg.epochs * tokens, cfg.epochs * cfg.episodes,
+             lambda: update(policy, optimizer, batch, cfg, 0)),
+            ("pretraining", 3, both_tokens, 4 * cfg.pretrain_batch,
+             lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches])):
         seconds = median_seconds(call)
-        flops = passes * tokens * (2 * weights + 2 * cfg.layers * length * cfg.width)
-        rows[name] = dict(seconds=seconds, tokens_per_second=tokens / seconds, share_of_rate=flops / seconds / rate,
-                          peak_memory_mb=peak_memory_mb(cfg.device))
-    phases = [rows[name] for name in ("sampling", "scoring", "update")]
-    iteration = sum(row["seconds"] for row in phases)
-    for row in phases:
-        row["share_of_iteration"] = row["seconds"] / iteration
+        flops = passes * tokens * (2 * weights + 2 * cfg.layers * tokens / answers * cfg.width)
+        phases[name] = dict(seconds=seconds, tokens_per_second=tokens / seconds, share_of_rate=flops / seconds / rate,
+                            peak_memory_mb=peak_memory_mb(cfg.device))
+    iteration = sum(phases[name]["seconds"] for name in ("sampling", "scoring", "update"))
+    for phase in phases.values():
+        phase["share_of_iteration"] = phase["seconds"] / iteration
+    result = dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9, phases=phases)
+    write(open_run(cfg) / "bench.json", result)
     if cfg.json:
-        print(json.dumps(dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9, phases=rows)))
-        return
-    log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s, "
-             f"one iteration {iteration:.2f} s")
-    log.line(f"{'phase':12} {'tokens/s':>10} {'of iteration':>13} {'of the rate':>12} {'peak MB so far':>15}")
-    for name, row in rows.items():
-        share = f"{row['share_of_iteration']:.0%}" if row in phases else ""
-        log.line(f"{name:12} {row['tokens_per_second']:10.0f} {share:>13} {row['share_of_rate']:12.0%} "
-                 f"{row['peak_memory_mb']:15.0f}")
+        return print(json.dumps(result))
+    log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s, an iteration (sampling, "
+             f"scoring, update) {iteration:.2f} s\n{'phase':12} {'tokens/s':>10} {'of an iteration':>16} "
+             f"{'of the rate':>12} {'peak MB so far':>15}")
+    for name, phase in phases.items():
+        log.line(f"{name:12} {phase['tokens_per_second']:10.0f} {phase['share_of_iteration']:16.0%} "
+                 f"{phase['share_of_rate']:12.0%} {phase['peak_memory_mb']:15.0f}")
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -1348,12 +1354,7 @@ def main(argv=None):
         start(cfg)
         if not cfg.json:
             log.line(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
-        if cfg.mode in ("evaluate", "inspect", "bench"):
-            dict(evaluate=evaluate, inspect=inspect, bench=bench)[cfg.mode](cfg, log)
-        else:
-            summary = train(cfg, log)
-            if RANK == 0:
-                print_summary(summary, cfg, log)
+        dict(evaluate=evaluate, inspect=inspect, bench=bench).get(cfg.mode, train)(cfg, log)
         if WORLD > 1:
             all_ranks(None)
             torch.distributed.destroy_process_group()
