@@ -1211,7 +1211,7 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
 
     gap, table 1: certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean
     on the rest of its answer; mean over answers and its 95% interval. counts: tokens listed, uncertain (J below
-    the threshold) and decisive (`force`), and how these agree.
+    the threshold and among the ten lowest of the answer) and decisive (`force`), and how these agree.
     """
     gaps, listed, uncertain = {"critical": [], "non-critical": []}, set(), set()
     ids, mask = true_batch(problems, reference.device)
@@ -1223,7 +1223,7 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
         gaps["critical"].append(gap[critical].mean())
         gaps["non-critical"].append(gap[~critical].mean())
         listed |= {(i, t) for t in critical.nonzero()[:, 0].tolist()}
-        uncertain |= {(i, t) for t in (J < uncertain_below).nonzero()[:, 0].tolist()}
+        uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
     decisive = {place for place, right in zip(places, force(reference, problems, places)[1]) if not right}
     counts = {"listed": listed, "listed and decisive": listed & decisive, "listed and uncertain": listed & uncertain,

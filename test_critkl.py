@@ -77,8 +77,8 @@ def random_model(seed=0):
 
 
 @functools.cache
-def coin_model():
-    """Trained on two problems; sure of all but the answer: right with probability 1/3, else "0"."""
+def coin_model(heads=1):
+    """Trained on two problems; sure of all but the answer: right with probability heads/3, else "0"."""
     torch.manual_seed(0)
     model, problems = GPT(2, 64, 2), PROBLEMS[:2]
     for block in model.blocks:
@@ -86,7 +86,7 @@ def coin_model():
         torch.nn.init.normal_(block.down.weight, std=0.05)
     right = [encode(scratchpad(*p)) for p in problems]
     wrong = [encode(scratchpad(*p).partition("</scratch>\n")[0] + "</scratch>\n0\n") for p in problems]
-    ids, mask = collate([encode(prompt(*p)) for p in problems] * 3, right + wrong * 2)
+    ids, mask = collate([encode(prompt(*p)) for p in problems] * 3, right * heads + wrong * (3 - heads))
     optimizers = critkl.pretraining_optimizers(model, config())
     for step in range(100):
         for optimizer in optimizers:
@@ -910,6 +910,43 @@ def test_examine_is_the_product_of_token_probabilities():
     assert abs(rollout(model, problems[:2] * 100, seed=0).correct.mean() - 1 / 3) < 0.1
 
 
+@pytest.mark.parametrize("model, heads", [(coin_model, 1), (coin_model, 2), (random_model, 0)])
+def test_forced_tokens_against_a_loop(model, heads):
+    """The likeliest wrong character, then greedy decoding one token at a time."""
+    model, problems = model(heads), PROBLEMS[:2]
+    places = [(i, t) for i in (1, 0) for t in (1, 30, 61, len(scratchpad(*problems[i])) - 2)]
+    wrong, right = critkl.force(model, problems, places)
+    for (i, t), character, correct in zip(places, wrong, right):
+        begin, true = prompt(*problems[i]), scratchpad(*problems[i])
+        with torch.no_grad():
+            logits = model(torch.tensor([encode(begin + true[:t])]))[0][0, -1]
+        logits[critkl.TOKEN_ID[true[t]]] = -INF
+        assert critkl.TOKEN_ID[character] == logits.argmax()
+        text = decode(decode_slowly(model, encode(begin + true[:t] + character), 120))[len(begin):]
+        assert correct == is_correct(*problems[i], text)
+    assert right.any() == (heads == 2) and not right.all()
+
+
+def test_evidence_for_critical_tokens_against_a_loop():
+    model, problems, cfg, threshold = random_model(), [(34, 5), (16, 25)], config(), 0.4
+    gap, counts = critkl.critical_evidence(model, problems, cfg, threshold)
+    listed, uncertain, gaps = [], [], []
+    for i, p in enumerate(problems):
+        with torch.no_grad():
+            J = certainty(model(torch.tensor([encode(prompt(*p) + scratchpad(*p))]))[0][0, len(prompt(*p)) - 1:-1])
+        listed += [(i, t) for t in critical_tokens(*p, 1).values()]
+        uncertain += [(i, t) for t in range(len(J)) if J[t] < threshold and (J < J[t]).sum() < 10]
+        gaps.append(sum(J[t] - torch.cat((J[:t], J[t + 1:])).mean() for t in critical_tokens(*p, 1).values())
+                    / len(critical_tokens(*p, 1)))
+    both = [place for place in listed if place in uncertain]
+    assert (counts["listed"], counts["uncertain"], counts["listed and uncertain"]) == tuple(
+        map(len, (listed, uncertain, both)))
+    assert len(listed) == 6 and 10 <= len(uncertain) <= 20
+    for name, places in {"listed": listed, "uncertain": uncertain}.items():
+        assert counts[f"{name} and decisive"] == (~critkl.force(model, problems, places)[1]).sum()
+    close(gap["critical"][0], sum(gaps) / 2)
+
+
 def test_bootstrap_interval():
     mean, low, high = bootstrap((torch.arange(1000) % 4 == 0).float())
     assert mean == 0.25 and abs(low - 0.2232) < 0.005 and abs(high - 0.2768) < 0.005   # 1.96 sqrt(.25 .75 / 1000)
@@ -1038,10 +1075,21 @@ def test_evaluate_inspect_and_bench(work):
         out = runs("evaluate", "--test-problems", "3", *checkpoint)
         rows = [line.split()[:2] for line in out.splitlines() if line.startswith(("identical", "varying"))]
         assert rows == [[kind, n] for kind in ("identical", "varying") for n in ("N", "N+1", "N+2", "N+3")]
+    found = [json.loads(path.read_text()) for path in folder.glob("evaluate-*/evaluation.json")]
+    assert len(found) == 2 and all(len(e["rows"]) == 8 and 0 <= e["rows"][0]["expected"][0] <= 1 for e in found)
+    assert all(set(e["certainty_gap"]) == {"critical", "non-critical"} and e["definition"]["listed"] > 50 for e in found)
+    assert all(len(e["sampler"]) == 2000 and all(0 < p <= 1 for pair in e["sampler"] for p in pair) for e in found)
+    for e in found:                                                  # near each other, and not the same arithmetic
+        gaps = [abs(mu - pi) for mu, pi in e["sampler"]]
+        assert max(gaps) < 0.1 and 0 < sum(gaps) / len(gaps) < 0.01
     out = runs("inspect", "--problem", "12+3")
     assert prompt(12, 3) in out and "\033" not in out
+    found = json.loads(only(folder, "inspect-*/inspect.json").read_text())
+    assert found["text"] in out and len(found["text"]) == len(found["certainty"]) and found["problem"] == "12+3"
     bench = json.loads(runs("bench", "--json").splitlines()[-1])
     assert {"sampling", "scoring", "update", "pretraining"} == bench["phases"].keys()
+    assert json.loads(only(folder, "bench-*/bench.json").read_text()) == bench
+    assert "tokens/s" in runs("bench")
 
 
 def test_the_same_command_again(work, tmp_path):
@@ -1074,6 +1122,23 @@ def test_stopped_and_resumed_equals_straight(line, send, code, work, tmp_path):
         assert f"--resume {path}" in out and not err
     assert finish(start("--resume", path))[0] == 0
     assert_same_run(only(folder, "critical-*"), path)
+
+
+def test_a_stale_sampler_is_kept_over_a_stop(tmp_path):
+    """The sampler's weights are those of iterations 0 and 4; a fresh one gives another run."""
+    stale = ["--mode", "none", *TINY, *RL, "--staleness", 4, "--out"]
+    process = start(*stale, tmp_path / "stopped")
+    next(text for text in process.stdout if text.startswith("iteration"))
+    process.send_signal(signal.SIGINT)
+    assert finish(process)[0] == 130
+    stopped = only(tmp_path / "stopped", "none-*")
+    saved = torch.load(stopped / "checkpoint.pt", weights_only=True)
+    assert saved["done"] % 4 and not torch.equal(*(saved[name]["embedding.weight"] for name in ("policy", "sampler")))
+    runs = [start("--resume", stopped), start(*stale, tmp_path / "straight"),
+            start(*stale[:-3], "--out", tmp_path / "fresh")]
+    assert [finish(process)[0] for process in runs] == [0, 0, 0]
+    assert_same_run(stopped, only(tmp_path / "straight", "none-*"))
+    assert metrics(stopped)[1:] != metrics(only(tmp_path / "fresh", "none-*"))[1:]
 
 
 def test_second_interrupt_stops_at_once():
@@ -1190,7 +1255,7 @@ def refused(capsys):
     "--mode banana", "--preset desktop", "--lr -1", "--lr nan", "--lr fast", "--kl-coef nan", "--kl-coef -0.5",
     "--kl-coef inf", "--value-coef inf", "--beta -3", "--digits 0", "--digits 2.5", "--episodes -4", "--minibatch 3",
     "--width 15", "--gamma 1.5", "--delta nan", "--top-k 0", "--temperature 0", "--eval-problems 0", "--seed -1",
-    "--kl-kind k4", "--iterations 1e3", "--certainty entropy", "--name a/../../../x", "--banana 3",
+    "--kl-kind k4", "--relax both --method dppo", "--staleness 0", "--iterations 1e3", "--certainty entropy", "--name a/../../../x", "--banana 3",
     "--checkpoint nowhere --mode evaluate", "--problem 12x+3 --mode inspect"])
 def test_bad_input_is_named_and_nothing_is_written(args, refused, tmp_path):
     flag, value = args.split()[:2]
