@@ -63,6 +63,31 @@ class UserError(ValueError):
 # ----------------------------------------------------------------------------------------------------
 # Configuration: one dataclass; every field is a flag, --help is made from it.
 
+PRESETS = {
+    "laptop": dict(),
+    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=6000),
+    # [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
+    "paper": dict(digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000, pretrain_batch=64,
+                  pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50, lr=1e-6,
+                  entropy_coef=5e-4, value_coef=0.1, kl_coef=5.0, method="pg_is"),
+}
+MODES = {"pretrain": dict(penalty="none", iterations=0), "none": dict(penalty="none"),
+         "standard": dict(penalty="standard"), "critical": dict(penalty="critical"),
+         "dppo": dict(penalty="none", method="dppo")}
+
+# The methods that [Q] compares, each a row: mask, its bounds, cap C and anchor of Eq. 23.
+METHODS = {
+    "ppo": dict(trust_region="clip"),
+    "pg_is": dict(trust_region="none"),
+    "cispo": dict(trust_region="none", ratio_cap=3.0),
+    "grpo_clip_higher": dict(trust_region="clip", eps_high=0.28),
+    "minirl": dict(trust_region="clip", eps_high=0.28, anchor="recomputed"),
+    "minirl_tis": dict(trust_region="clip", eps_high=0.28, anchor="recomputed", ratio_cap=3.0),
+    "dppo": dict(trust_region="divergence"),
+    "negative_only": dict(trust_region="negative", delta=0.5),
+}
+
+
 def option(default, text, low=-math.inf, high=math.inf, choices=None):
     """A Config field with its help text and what it allows: choices, or low <= value <= high."""
     return field(default=default, metadata=dict(help=text, low=low, high=high, choices=choices))
@@ -70,9 +95,8 @@ def option(default, text, low=-math.inf, high=math.inf, choices=None):
 
 @dataclass
 class Config:
-    mode: str = option("critical", "what to do", choices=(
-        "pretrain", "none", "standard", "critical", "dppo", "evaluate", "inspect", "bench"))
-    preset: str = option("laptop", "a set of defaults", choices=("laptop", "laptop7", "paper"))
+    mode: str = option("critical", "what to do", choices=(*MODES, "evaluate", "inspect", "bench"))
+    preset: str = option("laptop", "a set of defaults", choices=(*PRESETS,))
     # task
     digits: int = option(3, "N: pretraining covers numbers of 1 to N digits", 1, 30)
     extra: int = option(1, "k: RL problems have an operand of N+k digits", 1, 3)
@@ -106,8 +130,7 @@ class Config:
     certainty: str = option("negentropy", "certainty of the reference", choices=("negentropy", "max_prob"))
     certainty_temperature: float = option(1.0, "temperature of the logits it is computed from", 0.01, 100)
     # trust region, [Q] section 4
-    method: str = option("ppo", "a row of METHODS: sets the trust region, its bounds, cap and anchor", choices=(
-        "ppo", "pg_is", "cispo", "grpo_clip_higher", "minirl", "minirl_tis", "dppo", "negative_only"))
+    method: str = option("ppo", "sets the trust region, its bounds, cap and anchor", choices=(*METHODS,))
     trust_region: str = option("clip", "trust region", choices=("clip", "divergence", "negative", "none"))
     eps_low: float = option(0.2, "clip: ratios below 1 - eps_low", 0, 1)
     eps_high: float = option(0.2, "clip: ratios above 1 + eps_high", 0)
@@ -116,12 +139,11 @@ class Config:
     delta: float = option(0.15, "threshold of the divergence and the negative mask", 0)
     top_k: int = option(20, "K of the top-K divergences", 1)
     ratio_cap: float = option(math.inf, "C: cap of the importance weight", 0)
-    anchor: str = option("rollout", "policy the mask compares with: the sampler's, or recomputed by the trainer",
+    anchor: str = option("rollout", "what the mask compares pi with: mu, or pi before the update, by the trainer",
                          choices=("rollout", "recomputed"))
     relax: str = option("none", "ends of the clip lifted for unlikely tokens", choices=("none", "high", "low", "both"))
     relax_below: float = option(0.1, "which tokens these are: mu below this", 0, 1)
-    advantage: str = option("gae", "value head and GAE, or reward less the mean of its group",
-                            choices=("gae", "group"))
+    advantage: str = option("gae", "value head, or reward less the mean of its group", choices=("gae", "group"))
     group: int = option(8, "answers per problem with group advantages", 2)
     sampler_dtype: str = option("float32", "weights and arithmetic of the sampler", choices=("float32", "bfloat16"))
     staleness: int = option(1, "iterations for which the sampler keeps its weights: updates per set of rollouts", 1)
@@ -138,31 +160,6 @@ class Config:
     problem: str = option("", "inspect: the problem, for example 2033+5179")
     checkpoint: str = option("", "evaluate, inspect: a run folder whose policy is used")
     json: bool = option(False, "bench: print JSON")
-
-
-PRESETS = {
-    "laptop": dict(),
-    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=6000),
-    # [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
-    "paper": dict(digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000, pretrain_batch=64,
-                  pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50, lr=1e-6,
-                  entropy_coef=5e-4, value_coef=0.1, kl_coef=5.0, method="pg_is"),
-}
-MODES = {"pretrain": dict(penalty="none", iterations=0), "none": dict(penalty="none"),
-         "standard": dict(penalty="standard"), "critical": dict(penalty="critical"),
-         "dppo": dict(penalty="none", method="dppo")}
-
-# The methods that [Q] compares, each a row: mask, its bounds, cap C and anchor of Eq. 23.
-METHODS = {
-    "ppo": dict(trust_region="clip"),
-    "pg_is": dict(trust_region="none"),
-    "cispo": dict(trust_region="none", ratio_cap=3.0),
-    "grpo_clip_higher": dict(trust_region="clip", eps_high=0.28),
-    "minirl": dict(trust_region="clip", eps_high=0.28, anchor="recomputed"),
-    "minirl_tis": dict(trust_region="clip", eps_high=0.28, anchor="recomputed", ratio_cap=3.0),
-    "dppo": dict(trust_region="divergence"),
-    "negative_only": dict(trust_region="negative", delta=0.5),
-}
 
 
 def make_config(given):
