@@ -60,8 +60,7 @@ class UserError(ValueError):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# ----------------------------------------------------------------------------------------------------
-# Configuration: one dataclass; every field is a flag, --help is made from it.
+# ---- Configuration: one dataclass; every field is a flag, --help is made from it.
 
 PRESETS = {
     "laptop": dict(),
@@ -192,8 +191,7 @@ def stream(*key):
     return random.Random("/".join(map(str, key)))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Several processes, started by torchrun: each takes its rows of the same batch, every batch of rollouts
+# ---- Several processes, started by torchrun: each takes its rows of the same batch, every batch of rollouts
 # is gathered, gradients are summed. WORLD = 1 is the same code.
 
 def all_ranks(value):
@@ -211,8 +209,7 @@ def sum_gradients(model):
         torch.distributed.all_reduce(p.grad)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Tokens: one character, one token. PAD fills the right end of a batch.
+# ---- Tokens: one character, one token. PAD fills the right end of a batch.
 
 PAD = "_"
 VOCABULARY = PAD + "\n +,-/0123456789:<=>ACDEINT[]aceghnprstu"
@@ -234,8 +231,7 @@ def decode(ids):
     return "".join(VOCABULARY[int(i)] for i in ids)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Environment: addition on a scratchpad, [V] section 3.1. State: the text so far. Action: a character.
+# ---- Environment: addition on a scratchpad, [V] section 3.1. State: the text so far. Action: a character.
 # Reward: 0, and 1 at the end for a right result.
 
 def prompt(a, b):
@@ -245,7 +241,6 @@ def prompt(a, b):
 
 def scratchpad(a, b):
     """The response it should give, from the newline after the prompt to the newline after the result.
-
     For 128+367 (a carry out of the first digit shows in the result alone; END has no comma before C):
         <scratch>
         [1,2,8] + [3,6,7] , A=[] , C=0 , 8+7+0=15 , A->5 , C->1
@@ -253,8 +248,7 @@ def scratchpad(a, b):
         [1] + [3] , A=[9,5] , C=0 , 1+3+0=4 , A->4 , C->0
         [] + [] , A=[4,9,5] C=0 , END
         </scratch>
-        4 9 5
-    """
+        4 9 5"""
     x, y, result, carry, lines = str(a), str(b), "", 0, []
     show = lambda digits: "[" + ",".join(digits) + "]"
     while x or y:
@@ -316,13 +310,10 @@ def test_set(n, count, seed, kind="varying"):
 
 def collate(prompts, responses):
     """Token lists to ids (B, L), right-padded, and mask (B, L-1): True where ids[:, t+1] is a response."""
-    length = max(len(p) + len(r) for p, r in zip(prompts, responses))
-    ids = torch.zeros(len(prompts), length, dtype=torch.long)
-    mask = torch.zeros(len(prompts), length - 1, dtype=torch.bool)
-    for i, (p, r) in enumerate(zip(prompts, responses)):
-        ids[i, :len(p) + len(r)] = torch.tensor(p + r)
-        mask[i, len(p) - 1:len(p) + len(r) - 1] = True
-    return ids, mask
+    ids = nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in zip(prompts, responses)], batch_first=True)
+    begin, length = (torch.tensor([len(x) for x in tokens])[:, None] for tokens in (prompts, responses))
+    position = torch.arange(1, ids.shape[1])
+    return ids, (position >= begin) & (position < begin + length)
 
 
 def true_batch(problems, device="cpu"):
@@ -331,8 +322,7 @@ def true_batch(problems, device="cpu"):
     return tuple(x.to(device) for x in batch)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Model: a small pre-norm transformer with tied embeddings, rotary positions and a value head.
+# ---- Model: a small pre-norm transformer with tied embeddings, rotary positions and a value head.
 
 def norm(x):
     return F.layer_norm(x, x.shape[-1:])
@@ -367,7 +357,6 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """ids (B, T) to logits (B, T, V), float32 and divided by the temperature, and values (B, T).
-
     The value head reads the features but its loss does not change them (D8)."""
 
     def __init__(self, layers, width, heads):
@@ -419,13 +408,11 @@ def token_logp(logits, actions):
     return logits.float().log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Pretraining: supervised, from scratch, loss on response tokens only, [V] section 3.2.
+# ---- Pretraining: supervised, from scratch, loss on response tokens only, [V] section 3.2.
 
 def pretraining_optimizers(model, cfg):
-    hidden = list(model.blocks.parameters())
-    rest = [p for p in model.parameters() if all(p is not h for h in hidden)]
-    return [torch.optim.Muon(hidden, lr=cfg.pretrain_lr, weight_decay=cfg.pretrain_weight_decay,
+    rest = [model.embedding.weight, *model.value_head.parameters()]
+    return [torch.optim.Muon(model.blocks.parameters(), lr=cfg.pretrain_lr, weight_decay=cfg.pretrain_weight_decay,
                              adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=cfg.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
@@ -448,13 +435,12 @@ def pretraining_step(model, optimizers, batch, progress, cfg):
     loss = -masked_mean(token_logp(logits, ids[:, 1:]), mask)
     if not loss.isfinite():
         raise UserError(f"pretraining, {progress:.0%} done: loss not finite; stopped before the step")
-    for optimizer in optimizers:
-        optimizer.zero_grad()
+    model.zero_grad()
     (loss * mask.sum() / response_tokens).backward()
     sum_gradients(model)
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.pretrain_lr * min(1 - 0.95 * progress, progress * cfg.pretrain_steps / 20 + 0.05)
+        lr = cfg.pretrain_lr * min(1 - 0.95 * progress, progress * cfg.pretrain_steps / 20 + 0.05)
+        optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
     return loss
 
@@ -468,9 +454,9 @@ def pretrain(cfg, log):
     step, seconds, batches = 0, 0.0, []
     if path.exists():
         saved = load(path, cfg.device, "step", "seconds", "model", "optimizers")
-        load_weights(model, saved["model"], path)
+        restore(model, saved["model"], path)
         for optimizer, state in zip(optimizers, saved["optimizers"]):
-            optimizer.load_state_dict(state)
+            restore(optimizer, state, path)
         step, seconds = saved["step"], saved["seconds"]
     began = time.time() - seconds
     while step < cfg.pretrain_steps:
@@ -491,8 +477,7 @@ def pretrain(cfg, log):
     return model, seconds
 
 
-# ----------------------------------------------------------------------------------------------------
-# Sampling with a KV cache. The true scratchpad serves as a draft: one parallel pass scores all of it,
+# ---- Sampling with a KV cache. The true scratchpad serves as a draft: one parallel pass scores all of it,
 # each row keeps its own samples up to the first that differs from the draft, and goes on from there
 # with the rest of the draft as the next guess. Every token kept is the sample that decoding one token
 # at a time would have drawn from the same Gumbel noise, so this is exact sampling from the policy.
@@ -508,12 +493,10 @@ def gumbel(seed, *shape):
 @torch.no_grad()
 def generate(policy, prompts, drafts, limit, noise=None, window=24):
     """Sample one response for each prompt; greedy without noise.
-
     prompts, drafts: lists of B token lists; a draft may be empty or wrong: it only costs time.
     limit: most response tokens. noise: (B, longest prompt + limit, V) or None.
     A response ends with the second newline after its first "/", or at the limit.
-    Returns ids (B, L), mask (B, L-1), logits (B, L-1, V) and values (B, L-1) of the policy on them.
-    """
+    Returns ids (B, L), mask (B, L-1), logits (B, L-1, V) and values (B, L-1) of the policy on them."""
     B, V, device = len(prompts), len(VOCABULARY), policy.device
     begin = torch.tensor([len(p) for p in prompts], device=device)   # (B,) first response position
     draft = collate(prompts, drafts)[0].to(device)
@@ -565,8 +548,7 @@ def generate(policy, prompts, drafts, limit, noise=None, window=24):
     return ids, mask, logits[:, :L - 1], values[:, :L - 1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Masked statistics: one mean for losses and diagnostics.
+# ---- Masked statistics: one mean for losses and diagnostics.
 
 def masked_mean(x, mask):
     """Mean of x where mask is True (same shapes); 0 if it never is. What is masked has no gradient."""
@@ -579,8 +561,7 @@ def whiten(x, mask):
     return centered * (masked_mean(centered ** 2, mask) + 1e-8).rsqrt()
 
 
-# ----------------------------------------------------------------------------------------------------
-# KL penalty, [V] section 4.
+# ---- KL penalty, [V] section 4.
 
 LOG_LIMIT = 20.0  # |log-ratio| is cut here before exp (D7)
 
@@ -593,16 +574,11 @@ def entropy(logits):
 
 def certainty(logits, kind="negentropy"):
     """Certainty J of a policy, in [0, 1]: (..., V) to (...). 1 for one-hot, 0 for uniform.
-
     "negentropy": (Hmax - H) / Hmax with Hmax = log V, [V] Eq. 2. "max_prob": 1 + log(max p) / log V,
-    [V] released code (C1).
-    """
-    if kind == "negentropy":
-        uncertainty = entropy(logits)
-    elif kind == "max_prob":
-        uncertainty = -logits.float().log_softmax(-1).max(-1).values
-    else:
+    [V] released code (C1)."""
+    if kind not in ("negentropy", "max_prob"):
         raise UserError(f"certainty {kind}: allowed are negentropy, max_prob")
+    uncertainty = entropy(logits) if kind == "negentropy" else -logits.float().log_softmax(-1).max(-1).values
     return (1 - uncertainty / math.log(logits.shape[-1])).clamp(0, 1)
 
 
@@ -613,10 +589,8 @@ def kl_weight(certainty, beta):
 
 def kl_estimate(logp, logp_ref, kind):
     """Estimate of KL(pi || ref) from actions drawn from pi, (B, T) to (B, T), in nats.
-
     With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r. As a loss, k2 has the
-    gradient of KL in expectation; k1 has none and k3 another one.
-    """
+    gradient of KL in expectation; k1 has none and k3 another one."""
     log_ratio = logp - logp_ref
     if kind == "k1":
         return log_ratio
@@ -629,8 +603,7 @@ def kl_estimate(logp, logp_ref, kind):
 
 def kl_exact(logits, logits_ref):
     """KL(pi || ref) over the whole vocabulary, (..., V) to (...), in nats."""
-    logp, logp_ref = logits.float().log_softmax(-1), logits_ref.float().log_softmax(-1)
-    return expected_log_ratio(logp, logp_ref)
+    return expected_log_ratio(logits.float().log_softmax(-1), logits_ref.float().log_softmax(-1))
 
 
 def expected_log_ratio(logp, logq):
@@ -640,17 +613,14 @@ def expected_log_ratio(logp, logq):
     return (logp.exp() * torch.where(possible, logp - logq, 0)).sum(-1)
 
 
-# ----------------------------------------------------------------------------------------------------
-# Trust region, [Q] section 4.
+# ---- Trust region, [Q] section 4.
 
 @torch.no_grad()
 def divergence(mu_logits, pi_logits, actions, kind, top_k=20):
     """Divergence D(mu || pi) of the next-token distributions, (..., V), (..., V), (...) to (...).
-
     kind: "binary_tv", "binary_kl": the sampled token or not, [Q] Eq. 13, 14; "topk_tv", "topk_kl": the
     top K of mu with the sampled token, the rest as one, Eq. 15, 16 (K > V counts as V); "tv", "kl": all
-    of V. TV in [0, 1], KL in nats (inf where pi = 0 < mu). No gradient: it only makes a mask.
-    """
+    of V. TV in [0, 1], KL in nats (inf where pi = 0 < mu). No gradient: it only makes a mask."""
     family, _, measure = ("full_" + kind if kind in ("tv", "kl") else kind).partition("_")
     if family not in ("binary", "topk", "full") or measure not in ("tv", "kl"):
         raise UserError(f"divergence {kind}: allowed are binary_tv, binary_kl, topk_tv, topk_kl, tv, kl")
@@ -677,15 +647,12 @@ def trust_region_mask(ratio, advantages, divergence, delta):
     return ~(outward & (divergence > delta))
 
 
-# ----------------------------------------------------------------------------------------------------
-# Advantages and losses.
+# ---- Advantages and losses.
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the mask.
-
     Each row of the mask is one run of True. The episode ends after it, also where it was cut off by the
-    length limit: nothing is bootstrapped.
-    """
+    length limit: nothing is bootstrapped."""
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
     advantages = torch.zeros_like(values)
     following = torch.zeros_like(values[:, 0])                       # advantage and value at t+1
@@ -700,14 +667,12 @@ def gae(rewards, values, mask, gamma, lam):
 def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.2, eps_high=0.2, divergence=None,
                 delta=0.15, ratio_cap=math.inf, logp_anchor=None):
     """Surrogate loss: (B, T) log-probabilities under pi and mu, advantages and mask to (scalar, info).
-
     The gradient is that of [Q] Eq. 23, M min(r, C) A grad log pi with r = pi / mu and C = ratio_cap.
     M compares pi with the anchor: mu, or the policy of `logp_anchor` (B, T). By trust_region:
     "clip": PPO, min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), Eq. 10; the eps are numbers or (B, T).
     "divergence": DPPO, M r A, Eq. 12; needs `divergence` (B, T) between anchor and pi.
     "negative": only tokens with A < 0 and anchor - pi >= delta are dropped, section 5.3. "none": r A.
-    info: 0-dimensional tensors without gradient. Raises UserError on another trust region.
-    """
+    info: 0-dimensional tensors without gradient. Raises UserError on another trust region."""
     anchor = logp_mu if logp_anchor is None else logp_anchor
     logp, logp_mu, anchor, advantages = (torch.where(mask, x, 0) for x in (logp, logp_mu, anchor, advantages))
     ratio, moved = ((logp - x).clamp(-LOG_LIMIT, LOG_LIMIT).exp() for x in (logp_mu, anchor))
@@ -739,8 +704,7 @@ def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.
     return loss, info
 
 
-# ----------------------------------------------------------------------------------------------------
-# The loop: rollout, update.
+# ---- The loop: rollout, update.
 
 @dataclass
 class Rollout:
@@ -842,30 +806,29 @@ def update(policy, optimizer, batch, cfg, iteration):
         stream(cfg.seed, "minibatches", iteration, epoch).shuffle(order)
         for i in range(0, cfg.episodes, cfg.minibatch):
             rows = order[i:i + cfg.minibatch]
-            loss, info = ppo_loss(policy, batch, rows[RANK::WORLD], cfg)
-            share = batch.mask[rows[RANK::WORLD]].sum() / batch.mask[rows].sum()
+            mine = rows[RANK::WORLD]
+            loss, info = ppo_loss(policy, batch, mine, cfg)
+            share = batch.mask[mine].sum() / batch.mask[rows].sum()
             optimizer.zero_grad()
             (loss * share).backward()
             sum_gradients(policy)
-            info["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
-            bad = [name for name, term in info.items() if not term.isfinite()]
-            if bad:
+            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
+            info |= dict(grad_norm=grad_norm, share=share)
+            if bad := [name for name, term in info.items() if not term.isfinite()]:
                 raise UserError(f"iteration {iteration}: {', '.join(bad)} not finite; stopped before the step")
             optimizer.step()
-            infos.append({name: term.item() for name, term in info.items()} | dict(share=share.item()))
+            infos.append({name: term.item() for name, term in info.items()})
     infos = [info for part in all_ranks(infos) for info in part]
     means = {name: sum(i[name] * i["share"] for i in infos) / sum(i["share"] for i in infos) for name in infos[0]}
-    means |= {name: max(i[name] for i in infos) for name in means if name.endswith("_max")}
-    means |= {name: min(i[name] for i in infos) for name in means if name.endswith("_min")}
-    means["reward"] = batch.correct.mean().item()
-    error = masked_mean((batch.returns - batch.values) ** 2, batch.mask)
-    spread = masked_mean((batch.returns - masked_mean(batch.returns, batch.mask)) ** 2, batch.mask)
-    means["explained_variance"] = (1 - error / spread.clamp(min=1e-8)).item()
-    return means
+    for extreme, suffix in ((max, "_max"), (min, "_min")):
+        means |= {name: extreme(i[name] for i in infos) for name in means if name.endswith(suffix)}
+    centered = batch.returns - masked_mean(batch.returns, batch.mask)
+    left = masked_mean((batch.returns - batch.values) ** 2, batch.mask)
+    explained = 1 - left / masked_mean(centered ** 2, batch.mask).clamp(min=1e-8)
+    return means | dict(reward=batch.correct.mean().item(), explained_variance=explained.item())
 
 
-# ----------------------------------------------------------------------------------------------------
-# Evaluation. Under teacher forcing the product of the token probabilities is the exact probability of
+# ---- Evaluation. Under teacher forcing the product of the token probabilities is the exact probability of
 # sampling the true scratchpad: one pass, no sampling noise, a lower bound of graded success.
 
 SETS = ("N", "N+1", "N+2", "N+3")  # digits of the longer operand
@@ -873,10 +836,8 @@ SETS = ("N", "N+1", "N+2", "N+3")  # digits of the longer operand
 
 def critical_tokens(a, b, digits):
     """Name to index in scratchpad(a, b) of each critical token, [V] appendix B.
-
     In lines 1 to 3, for an operand of digits + g digits: the last 2g characters of its list, the commas
-    and digits of the positions that pretraining did not have.
-    """
+    and digits of the positions that pretraining did not have."""
     found, start = {}, len("\n<scratch>\n")
     for i, line in enumerate(scratchpad(a, b).split("\n")[2:5], 1):
         for operand, number, digit_list in zip(("first", "second"), (a, b), re.finditer(r"\[([0-9,]*)\]", line)):
@@ -938,8 +899,7 @@ def test_accuracy(model, cfg, count):
     return {name: bootstrap(expected) for name, (expected, _) in found.items()}, found[SETS[cfg.extra]][1]
 
 
-# ----------------------------------------------------------------------------------------------------
-# Saving: every file is written beside its place and renamed, so that it is whole or absent.
+# ---- Saving: every file is written beside its place and renamed, so that it is whole or absent.
 
 FREE_FIELDS = ("out", "name", "json", "preset")  # they do not change what a run computes
 PRETRAINING_FIELDS = ("digits", "extra", "dial", "layers", "width", "heads", "pretrain_steps", "pretrain_batch",
@@ -986,12 +946,12 @@ def load(path, device, *names):
     return state
 
 
-def load_weights(model, weights, path):
-    """Weights into the model. Raises UserError if they are of another shape."""
-    shapes = lambda state: {(name, *w.shape) for name, w in state.items()}
-    if differ := sorted({name for name, *_ in shapes(weights) ^ shapes(model.state_dict())}):
-        raise UserError(f"{path}: of another configuration, differs in {', '.join(differ)}")
-    model.load_state_dict(weights)
+def restore(part, state, path):
+    """A state_dict into a module or optimizer. Raises UserError if it is of another shape."""
+    try:
+        part.load_state_dict(state)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{path}: of another configuration, {' '.join(str(error).split())[-200:]}") from None
 
 
 def csv_text(rows):
@@ -1036,8 +996,7 @@ class Log:
             self.line(f"{what} {step}/{total}  {detail()}  {left:.0f} s left", end="" if self.live else "\n")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Runs.
+# ---- Runs.
 
 def open_run(cfg):
     """Make the run folder, or check that the one there has the same settings."""
@@ -1078,12 +1037,11 @@ def train(cfg, log):
     sampler = copy.deepcopy(policy).to(getattr(torch, cfg.sampler_dtype))
     done, rows, recent, seconds = 0, [], [], 0.0
     if (folder / "checkpoint.pt").exists():
-        state = load(folder / "checkpoint.pt", cfg.device, "policy", "sampler", "optimizer", "done", "rows",
-                     "recent", "seconds")
-        load_weights(policy, state["policy"], folder)
-        load_weights(sampler, state["sampler"], folder)
-        optimizer.load_state_dict(state["optimizer"])
-        done, rows, recent, seconds = (state[name] for name in ("done", "rows", "recent", "seconds"))
+        parts, values = dict(policy=policy, sampler=sampler, optimizer=optimizer), ("done", "rows", "recent", "seconds")
+        state = load(folder / "checkpoint.pt", cfg.device, *parts, *values)
+        for name, part in parts.items():
+            restore(part, state[name], folder)
+        done, rows, recent, seconds = (state[name] for name in values)
         log.line(f"{folder}: goes on from iteration {done}")
     all_ranks(None)                                                  # nobody writes before all have read
     began, fixed = time.time() - seconds, fixed_problems(reference, cfg)
@@ -1168,7 +1126,7 @@ def chosen_policy(cfg, log):
     reference, _ = pretrain(cfg, log)
     policy = copy.deepcopy(reference)
     if saved:
-        load_weights(policy, saved["policy"], cfg.checkpoint)
+        restore(policy, saved["policy"], cfg.checkpoint)
     return reference, policy
 
 
@@ -1205,11 +1163,9 @@ def evaluate(cfg, log):
 @torch.no_grad()
 def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
     """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts).
-
     gap, table 1: certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean
     on the rest of its answer; mean over answers and its 95% interval. counts: tokens listed, uncertain (J below
-    the threshold and among the ten lowest of the answer) and decisive (`force`), and how these agree.
-    """
+    the threshold and among the ten lowest of the answer) and decisive (`force`), and how these agree."""
     gaps, listed, uncertain = {"critical": [], "non-critical": []}, set(), set()
     ids, mask = true_batch(problems, reference.device)
     J = certainty(reference(ids[:, :-1])[0] / cfg.certainty_temperature, cfg.certainty)
@@ -1223,10 +1179,10 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
         uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
     decisive = {place for place, right in zip(places, force(reference, problems, places)[1]) if not right}
-    counts = {"listed": listed, "listed and decisive": listed & decisive, "listed and uncertain": listed & uncertain,
-              "uncertain": uncertain, "uncertain and decisive": uncertain & decisive,
-              "all three": listed & uncertain & decisive}
-    return {name: bootstrap(torch.stack(x)) for name, x in gaps.items()}, {name: len(x) for name, x in counts.items()}
+    return {name: bootstrap(torch.stack(x)) for name, x in gaps.items()}, {
+        "listed": len(listed), "listed and decisive": len(listed & decisive), "uncertain": len(uncertain),
+        "uncertain and decisive": len(uncertain & decisive), "listed and uncertain": len(listed & uncertain),
+        "all three": len(listed & uncertain & decisive)}
 
 
 def inspect(cfg, log):
@@ -1243,17 +1199,15 @@ def inspect(cfg, log):
     log.line(f"{'right' if batch.correct[0] else 'wrong'}: {a}+{b}={a + b}; the pretrained model is least certain at")
     for i in sorted(range(len(J)), key=J.__getitem__)[:5]:
         log.line(f"  J = {J[i]:.3f}  {answer[max(0, i - 16):i]!r} then {answer[i]!r}")
-    write(open_run(cfg) / "inspect.json", dict(problem=cfg.problem, text=answer, certainty=J,
-                                               correct=bool(batch.correct[0])))
+    found = dict(problem=cfg.problem, text=answer, certainty=J, correct=bool(batch.correct[0]))
+    write(open_run(cfg) / "inspect.json", found)
 
 
 def bench(cfg, log):
     """Time, tokens/s, share of the machine's rate and peak memory of each phase, to bench.json.
-
     Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for each
     weight a token meets and 2 T C for causal attention in each layer; a training step as three of them.
-    The machine's rate is that of a 2048 x 2048 matrix product, float32 on the CPU, bfloat16 on CUDA.
-    """
+    The machine's rate is that of a 2048 x 2048 matrix product, float32 on the CPU, bfloat16 on CUDA."""
     policy, _ = pretrain(cfg, log)
     reference, optimizer = copy.deepcopy(policy), torch.optim.AdamW(policy.parameters(), lr=0.0)
     both, weights = pretraining_optimizers(reference, cfg), sum(p.numel() for p in policy.parameters())
@@ -1275,7 +1229,7 @@ def bench(cfg, log):
     problems = [rl_problem(rng, cfg) for _ in range(cfg.episodes)]
     batch, phases = rollout(policy, problems, 0), {}
     tokens, both_tokens = count(batch.ids), sum(count(true_batch(b)[0]) for b in batches)
-    for name, passes, tokens, answers, call in (
+    for name, passes, n, answers, call in (
             ("sampling", 1, tokens, cfg.episodes, lambda: rollout(policy, problems, 0)),
             ("scoring", 1, tokens, cfg.episodes, lambda: prepare(batch, policy, reference, cfg)),
             ("update", 3, cfg.epochs * tokens, cfg.epochs * cfg.episodes,
@@ -1283,8 +1237,8 @@ def bench(cfg, log):
             ("pretraining", 3, both_tokens, 4 * cfg.pretrain_batch,
              lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches])):
         seconds = median_seconds(call)
-        flops = passes * tokens * (2 * weights + 2 * cfg.layers * tokens / answers * cfg.width)
-        phases[name] = dict(seconds=seconds, tokens_per_second=tokens / seconds, share_of_rate=flops / seconds / rate,
+        flops = passes * n * (2 * weights + 2 * cfg.layers * n / answers * cfg.width)
+        phases[name] = dict(seconds=seconds, tokens_per_second=n / seconds, share_of_rate=flops / seconds / rate,
                             peak_memory_mb=peak_memory_mb(cfg.device))
     iteration = sum(phases[name]["seconds"] for name in ("sampling", "scoring", "update"))
     for phase in phases.values():
@@ -1301,8 +1255,7 @@ def bench(cfg, log):
                  f"{phase['share_of_rate']:12.0%} {phase['peak_memory_mb']:15.0f}")
 
 
-# ----------------------------------------------------------------------------------------------------
-# Command line.
+# ---- Command line.
 
 def parse(argv):
     """Command line to Config; flags, types and help come from its fields."""
