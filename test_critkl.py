@@ -28,6 +28,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import critkl
+import plots
 from critkl import (
     VOCABULARY, GPT, UserError, bootstrap, certainty, collate, critical_tokens, decode, divergence, encode, entropy,
     examine, gae, generate, gumbel, held_out, is_correct, kl_estimate, kl_exact, kl_weight, make_config, masked_mean,
@@ -1370,3 +1371,254 @@ def test_plots_of_nothing(tmp_path):
     for folder in (tmp_path, tmp_path / "nowhere"):
         done = subprocess.run([sys.executable, plots_file, folder], capture_output=True, text=True)
         assert done.returncode == 2 and len(done.stderr.strip().split("\n")) == 1 and not list(tmp_path.iterdir())
+
+
+NUMBER = iter(range(10**6))
+
+
+def a_run(root, result=None, rows=None, drop=(), **settings):
+    """A run folder with these settings, rows of metrics.csv and what the run wrote at its end."""
+    cfg = critkl.make_config(settings)
+    folder = root / f"{next(NUMBER):04d}"
+    folder.mkdir(parents=True)
+    values = {k: v for k, v in critkl.asdict(cfg).items() if k not in drop}
+    (folder / "config.json").write_text(json.dumps(dict(settings=values, version="1.0", torch="2")))
+    if rows:
+        (folder / "metrics.csv").write_text(critkl.csv_text(rows))
+    if result is not None:
+        (folder / plots.OTHER.get(cfg.mode, "summary.json")).write_text(json.dumps(result))
+    return folder
+
+
+def success(n, target):
+    return dict(accuracy={"N": n, "N+1": target}, pretrained_accuracy={"N": 0.9, "N+1": 0.5})
+
+
+def planned(root):
+    """Groups, and of each picture the comparisons it is drawn from."""
+    groups = plots.read_groups([str(root)])
+    return groups, {name: found for name, (_, _, found) in plots.plan(groups).items()}
+
+
+def section(root, title):
+    """The rows of a table of results.md, cells as text."""
+    text = plots.results(*planned(root), "command")
+    lines = text.split(f"## {title}\n")[1].split("\n## ")[0].strip().split("\n")
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")][2:]
+
+
+def test_plots_know_a_trust_region_however_it_was_asked_for(tmp_path):
+    """One group for three spellings, and for a run from before a setting; not for another threshold."""
+    a_run(tmp_path, mode="dppo", seed=0)
+    a_run(tmp_path, mode="none", method="dppo", seed=1, drop=["staleness", "relax"])
+    a_run(tmp_path, mode="none", trust_region="divergence", seed=2)
+    a_run(tmp_path, mode="dppo", delta=0.3, seed=3)
+    a_run(tmp_path, mode="none", trust_region="divergence", relax_below=0.2, eps_low=0.1, seed=4)   # both not in use
+    assert sorted(len(g.runs) for g in plots.read_groups([str(tmp_path)])) == [1, 4]
+
+
+def test_plots_keep_experiments_apart(tmp_path):
+    """Runs on fixed problems have pictures of their own, named after what sets them apart."""
+    for fixed, methods in ((0, ("ppo", "dppo")), (16, ("ppo", "pg_is", "cispo"))):
+        for method in methods:
+            for seed in range(2):
+                a_run(tmp_path, mode="none", method=method, fixed=fixed, seed=seed)
+    _, pictures = planned(tmp_path)
+    assert {end: len(e) for end, e in pictures["trust_region"].items()} == {"": 2, "_fixed_16": 3}
+    for found in pictures.values():
+        for e in found.values():
+            assert len({g.key["fixed"] for g in e}) == 1
+    assert list(pictures["learning_curves"]) == [""] and pictures["learning_curves"][""][0].key["fixed"] == 0
+
+
+def test_plots_split_many_methods(tmp_path):
+    """Of more than ten groups one for each method, the usual one; variants of one method in a picture of their own."""
+    for method in critkl.METHODS:
+        a_run(tmp_path, mode="none", method=method)
+    for relax in ("low", "high", "both"):
+        a_run(tmp_path, mode="none", relax=relax)
+    _, pictures = planned(tmp_path)
+    assert [len(e) for e in pictures["trust_region"].values()] == [8, 4] and "_ppo" in pictures["trust_region"]
+    shown = pictures["trust_region"][""]
+    assert next(g for g in shown if g.key["method"] == "ppo").key["relax"] == "none"
+    assert plots.labels(shown) == [name.replace("_", " ") for name in critkl.METHODS if name != "dppo"] + ["dppo"]
+    assert len({(str(s["color"]), s["linestyle"], s["marker"]) for s in plots.styles(shown)}) == 8
+
+
+def test_plots_show_degrees_of_pretraining(tmp_path):
+    for dial in (0.01, 0.04, 0.08):
+        a_run(tmp_path, mode="critical", dial=dial)
+    a_run(tmp_path, mode="critical", dial=0.02, kl_coef=0.5)                # differs in more than the degree
+    _, pictures = planned(tmp_path)
+    assert [g.key["dial"] for g in pictures["pretraining"][""]] == [0.01, 0.04, 0.08]
+
+
+def test_plots_compare_best_with_best(tmp_path):
+    """By hand: standard is best at alpha 0.5 (70, 74), critical at 2 (80, 90): ahead by 10 and 16 on these seeds."""
+    for mode, alpha, target in (("standard", 0.5, (0.70, 0.74)), ("standard", 2.0, (0.60, 0.60)),
+                                ("critical", 0.5, (0.75, 0.75)), ("critical", 2.0, (0.80, 0.90))):
+        for seed in (0, 1):
+            a_run(tmp_path, success(0.97, target[seed]), mode=mode, kl_coef=alpha, seed=seed)
+    a_run(tmp_path, success(0.95, 0.65), mode="critical", certainty="max_prob", certainty_temperature=4.0,
+          temperature=2.0)
+    rows = section(tmp_path, "Best against best, %")
+    assert [row[1:4] for row in rows] == [["0.5, 2", "0.5", "2"], ["0.5, 2", "2", "2"], ["2", "2", "1"]]
+    assert [row[0].split(", ")[0] for row in rows] == ["standard", "critical", "critical"] and "max prob" in rows[2][0]
+    half = 12.706 * 3                                                       # of 10 and 16: t times s / sqrt(2)
+    assert [row[6] for row in rows] == ["", f"13.0 ± {half:.1f}", "-5.0"] and rows[1][4].startswith("85.0")
+    figure = plots.frontier(planned(tmp_path)[1]["frontier"][""])
+    rings = [line for line in figure.axes[0].lines if line.get_markerfacecolor() == "none" and line.get_markersize()]
+    assert [round(line.get_ydata()[0], 6) for line in rings] == [72, 85]
+    stars = [line for line in figure.axes[0].lines if line.get_marker() == "*"]
+    assert len(stars) == 2                                                  # one for each temperature
+
+
+def test_plots_cross_penalties_with_trust_regions(tmp_path):
+    """Each cell holds its own number; groups of a sweep over alpha do not take part."""
+    value = {}
+    for i, penalty in enumerate(("none", "standard", "critical")):
+        for j, (name, region) in enumerate((("clip", {}), ("binary_kl", dict(method="dppo", divergence="binary_kl")),
+                                            ("binary_tv", dict(method="dppo")))):
+            value[penalty, name] = 0.1 + 0.3 * i + 0.1 * j
+            a_run(tmp_path, success(0.9, value[penalty, name]), mode=penalty, **region)
+    for seed in range(3):
+        a_run(tmp_path, success(0.9, 0.99), mode="critical", kl_coef=0.1, seed=seed)
+    for row in section(tmp_path, "Penalty by trust region, at N+1, % (seeds)"):
+        assert row[1:] == [f"{100 * value[row[0], name]:.1f} (1)" for name in ("clip", "binary_kl", "binary_tv")]
+    figure = plots.crossed(planned(tmp_path)[1]["crossed"][""])
+    assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["clip", "binary_kl", "binary_tv"]
+
+
+def test_plots_tabulate_trust_regions(tmp_path):
+    """Reward of the last row, the other columns as means over the rows, in %."""
+    rows = [dict(iteration=0), dict(iteration=10, reward=0.5, drift_max=0.2, drift_min=-0.4, masked=0.01),
+            dict(iteration=20, reward=0.7, drift_max=0.4, drift_min=-0.8, masked=0.03)]
+    for method in ("ppo", "dppo"):
+        a_run(tmp_path, success(0.9, 0.6), rows, mode="none", method=method, fixed=8)
+    assert section(tmp_path, "Trust regions, %")[0] == ["ppo", "1 of 1", "70.0", "30.0", "-60.0", "", "2.000", ""]
+
+
+def test_plots_mix_no_seeds_along_a_curve(tmp_path):
+    """Seeds evaluated every 10 and every 20 iterations are one group, whose curve has the iterations of both; a
+    run still going counts as far as it goes."""
+    for seed, every, last in ((0, 10, 40), (1, 20, 40), (2, 20, 20)):
+        a_run(tmp_path, None, [dict(iteration=i, accuracy_N=0.2 * seed) for i in range(0, last + 1, every)],
+              mode="critical", eval_every=every, seed=seed)
+    (group,), _ = planned(tmp_path)
+    assert group.curve("accuracy_N")[:2].tolist() == [[0, 20, 40], pytest.approx([20, 20, 10])]
+
+
+def evaluation(mean, **more):
+    """evaluation.json of a policy with this success at N, a half at N+1, a third at N+2 ..."""
+    row = lambda x: {measure: [x, x - 0.01, x + 0.03] for measure in ("sampled", "greedy", "expected")}
+    return dict(rows=[{"set": kind, "digits": digits, **row(mean / k)} for kind in ("identical", "varying")
+                      for k, digits in enumerate(plots.LENGTHS, 1)], **more)
+
+
+def test_plots_tabulate_evaluations(tmp_path):
+    """Two seeds: mean and Student's interval over them. One seed: the interval that it came with."""
+    gap = {"critical": [-0.3, -0.4, -0.2], "non-critical": [0.001, 0.0005, 0.0015]}
+    for seed, mean in ((0, 0.8), (1, 0.9)):
+        a_run(tmp_path, evaluation(mean, certainty_gap=gap, definition=dict(uncertain=3 + seed)), mode="evaluate",
+              seed=seed)
+    a_run(tmp_path, evaluation(0.6), mode="evaluate", checkpoint="runs/critical-1234-seed7")
+    rows = {row[0]: row[1:] for row in section(tmp_path, "Success, greedy, varying lengths, % ([V] table 5)")}
+    assert rows["pretrained"][:2] == ["2 of 2", f"85.0 ± {12.706 * 5:.1f}"]
+    assert rows["critical-1234"][:3] == ["1 of 1", "60.0 (59.0 to 63.0)", "30.0 (29.0 to 33.0)"]
+    gaps = section(tmp_path, "Certainty on a token less its mean on the others ([V] table 1)")
+    assert gaps[0][2:] == ["-0.3000 ± 0.0000", "0.0010 ± 0.0000"]
+    assert section(tmp_path, "Tokens by the definition of critical, mean over seeds") == [["uncertain", "3.5", ""]]
+    figure = plots.accuracy_by_digits(planned(tmp_path)[1]["accuracy_by_digits"][""])
+    assert len(figure.axes) == 2 and [t.get_text() for t in figure.axes[0].get_xticklabels()] == list(plots.LENGTHS)
+
+
+def test_plots_mismatch(tmp_path):
+    """The pairs of all seeds; what is no pair of positive numbers is left out."""
+    pairs = [[0.5, 0.4], [0.1, 0.2], [0.0, 0.5], [1], "x", None, [0.2, "x"]]
+    a_run(tmp_path, dict(sampler=pairs), mode="evaluate")
+    left, right = plots.mismatch(planned(tmp_path)[1]["mismatch"][""]).axes
+    assert left.lines[0].get_ydata().tolist() == pytest.approx([0.8, 2.0])
+    assert right.lines[0].get_ydata().tolist() == pytest.approx([0.1, 0.1])
+
+
+def test_plots_coloured_text(tmp_path):
+    """Each character stands in its line and column over its certainty; the least certain are framed."""
+    text = critkl.scratchpad(12, 7)
+    J = [1 - 0.002 * i for i in range(len(text))]
+    a_run(tmp_path, dict(problem="12+7", text=text, certainty=J, correct=True), mode="inspect", problem="12+7")
+    a_run(tmp_path, dict(problem="1+7", text=text, certainty=J[1:], correct=True), mode="inspect", problem="1+7")
+    found = planned(tmp_path)[1]["coloured_text"]
+    assert len(found) == 2
+    by_problem = {e[0].key["problem"]: plots.coloured_text(e) for e in found.values()}
+    assert isinstance(by_problem["1+7"], str)
+    axes = by_problem["12+7"].axes[0]
+    shown = {(t.get_position()[1], t.get_position()[0]): t for t in axes.texts}
+    image = axes.images[0].get_array()
+    place = 0
+    for y, line in enumerate(text.split("\n")[:-1]):
+        for x, character in enumerate(line + "↵"):
+            assert shown[y, x].get_text() == character and image[y, x] == pytest.approx(J[place])
+            assert (shown[y, x].get_bbox_patch() is not None) == (place >= len(text) - 5)
+            place += 1
+    assert place == len(text) == len(shown)
+
+
+def test_plots_growth(tmp_path):
+    """Time that grows with the square of the digits has exponent 2; other settings do not mix in."""
+    for digits in (2, 4, 8):
+        a_run(tmp_path, dict(phases={"update": dict(seconds=0.1 * digits**2, peak_memory_mb=100 * digits)}),
+              mode="bench", digits=digits)
+    for episodes in (32, 128):
+        a_run(tmp_path, dict(phases={"update": dict(seconds=episodes**1.5, peak_memory_mb=100)}), mode="bench",
+              digits=3, episodes=episodes, minibatch=episodes // 4)
+    assert section(tmp_path, "Time in s and peak memory in MB against digits") == [
+        ["2", "0.4", "200"], ["4", "1.6", "400"], ["8", "6.4", "800"], ["exponent", "2.00", "1.00"]]
+    assert section(tmp_path, "Time in s and peak memory in MB against episodes")[-1] == ["exponent", "1.50", "0.00"]
+    assert len(plots.growth(planned(tmp_path)[1]["growth"][""]).axes) == 4
+
+
+def test_plots_name_what_is_missing(tmp_path, capsys):
+    a_run(tmp_path, success(0.9, 0.6), [dict(iteration=0, accuracy_N=0.9)], mode="critical")
+    assert plots.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    text = capsys.readouterr().out
+    for name in ("pretraining", "trust_region", "beta_sweep", "alpha_sweep", "frontier", "crossed", "mismatch",
+                 "accuracy_by_digits", "coloured_text", "growth"):
+        assert f"{name}: not drawn: needs" in text
+    assert (tmp_path / "out" / "learning_curves.pdf").exists() and "learning_curves: not" not in text
+
+
+ALIEN = [[], {"rows": 5, "sampler": {}, "certainty": 1, "phases": []},
+         {"rows": [1, {"set": [], "digits": {}}, {"set": "varying", "digits": "N", "sampled": "x"}], "sampler": [[]],
+          "text": 5, "certainty": ["x"], "phases": {"a": 1, "b": {"seconds": "x"}}, "definition": {"a": {"b": 1}},
+          "certainty_gap": {"critical": None}, "accuracy": [1], "critical_tokens": 3, "seconds": "x"},
+         {"text": "ab", "certainty": [None, "x"], "phases": {"a": {"seconds": -1, "peak_memory_mb": 0}}, "accuracy": {
+             "N": "x", "N+1": None}, "rows": [{"set": "varying", "digits": "N", "sampled": [0.5, None]}]}]
+
+
+@pytest.mark.parametrize("alien", ALIEN)
+@pytest.mark.filterwarnings("ignore")
+def test_plots_survive_alien_files(tmp_path, alien, monkeypatch):
+    """Results of the wrong shape, settings of the wrong type, files that are no text."""
+    monkeypatch.setitem(plots.matplotlib.rcParams, "savefig.dpi", 20)
+    for mode in ("critical", "standard", "evaluate", "inspect", "bench"):
+        for i in (1, 2):
+            folder = a_run(tmp_path, alien, mode=mode, digits=i, kl_coef=float(i), problem="1+1")
+            a_run(tmp_path, alien, mode=mode, digits=1, kl_coef=float(i), problem="1+2")
+    (folder / "metrics.csv").write_bytes(b"iteration,accuracy_N\n\xff\x00,1\n" + bytes(range(256)))
+    for settings in (alien, dict(mode=alien), dict(mode="critical", seed=alien, digits=alien, kl_coef=alien, beta=alien,
+                                                   penalty=alien, method=alien, trust_region=alien, extra=alien),
+                     dict(mode="critical", digits=alien, extra=alien, fixed=alien, relax=alien, temperature=alien)):
+        folder = tmp_path / f"{next(NUMBER)}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(dict(settings=settings)))
+        (folder / "summary.json").write_text(json.dumps(alien))
+    assert plots.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "results.md").stat().st_size
+
+
+def test_plots_statistics():
+    """Student's t by hand; the interval of one seed is its own; nothing is nan."""
+    assert plots.interval([1.0, 3.0]) == (2.0, pytest.approx(12.706))
+    assert plots.bounds([[0.5, 0.4, 0.7]]) == pytest.approx((0.5, 0.1, 0.2))
+    assert plots.bounds([[0.5, 0.4, 0.7], [0.7, 0.1, 0.9]])[:1] == pytest.approx((0.6,))
+    assert all(map(math.isnan, plots.bounds([[], None, math.nan])))
