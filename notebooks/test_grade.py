@@ -4,8 +4,10 @@
 
 A wrong answer is critkl's own source with one small replacement, so it cannot drift from critkl.py.
 """
+import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,12 +15,15 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+import critkl
 import grade
-from steps import FUNCTIONS, STEPS
+import steps
+from steps import FUNCTIONS, HUNT, QUESTIONS, STEPS
 
 SCRIPT = str(Path(grade.__file__).resolve())
-HELPERS = "from critkl import LOG_LIMIT, UserError, expected_log_ratio\n"
+HELPERS = "from critkl import LOG_LIMIT, UserError, expected_log_ratio, token_logp\n"
 STEP_OF = {name: title for title, step in STEPS.items() for name in step.functions}
 ALL = sum(step.points for step in STEPS.values())
 
@@ -40,7 +45,7 @@ WRONG = {
     "k2 without gradient": ("kl_estimate", "log_ratio ** 2 / 2", "(log_ratio ** 2 / 2).detach()"),
     "k3 of the inverse ratio": ("kl_estimate", "torch.expm1((-log_ratio).clamp(max=LOG_LIMIT)) + log_ratio",
                                 "torch.expm1(log_ratio) - log_ratio"),
-    "KL the wrong way round": ("kl_exact", "(logp, logp_ref)", "(logp_ref, logp)"),
+    "KL the wrong way round": ("kl_exact", "(logits, logits_ref)", "(logits_ref, logits)"),
     "KL of logits": ("kl_exact", "logits.float().log_softmax(-1)", "logits.float()"),
     "unmasked mean": ("masked_mean", "torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)", "x.mean()"),
     "mean that counts padding": ("masked_mean", "mask.sum().clamp(min=1)", "mask.numel()"),
@@ -98,6 +103,27 @@ WRONG = {
         '(weight * kl_estimate(logp, logp_ref.detach(), "k2")).mean()'),
     "weight off by one": ("prioritized_penalty", "weight * kl", "weight.roll(1, -1) * kl"),
     "weight forgotten": ("prioritized_penalty", "weight * kl", "kl"),
+    "penalty subtracted": ("learn", "loss + alpha", "loss - alpha"),
+    "penalty left out": ("learn", "loss + alpha", "loss + 0 * alpha"),
+    "standard penalty": ("learn", "mask, beta)", "mask, 0.0)"),
+    "penalty to the policy itself": ("learn", "reference(states)", "policy(states)"),
+    "no step": ("learn", "optimizer.step()", "pass"),
+    "gradients not zeroed": ("learn", "optimizer.zero_grad()", "pass"),
+    "loss for gain": ("learn", "loss, _ = policy_loss(logp, logp_mu, advantages, mask)",
+                      "loss = -policy_loss(logp, logp_mu, advantages, mask)[0]"),
+    "one batch for all iterations": (
+        "learn", "    for _ in range(iterations):\n        states, actions, mask, rewards = sample(policy)",
+        "    states, actions, mask, rewards = sample(policy)\n    for _ in range(iterations):"),
+    "mu follows the policy": ("learn", "policy_loss(logp, logp_mu", "policy_loss(logp, logp.detach()"),
+    "loop without the clip": ("learn", "advantages, mask)\n            loss = loss + masked",
+                              "advantages, mask, 'none')\n            loss = loss + masked"),
+    "values not trained": ("learn", "loss + masked_mean((values - returns) ** 2, mask) / 2", "loss"),
+    "values toward advantages": ("learn", "values - returns", "values - advantages"),
+    "rewards for advantages": ("learn", "advantages = whiten(advantages, mask)", "advantages = rewards"),
+    "gradient of the old policy": ("learn", "logits, values = policy(states)\n            logp", "logp"),
+    "sum for mean of rewards": ("learn", "rewards.sum(1).mean()", "rewards.sum()"),
+    "no curve": ("learn", "return curve", "pass"),
+    "mean over tokens of rewards": ("learn", "rewards.sum(1).mean()", "rewards.mean()"),
 }
 
 # name: a body for gae, and what "got" must contain
@@ -114,6 +140,7 @@ BROKEN = {
     "wrong shape": ("return torch.zeros(2), torch.zeros(2)", "[0, 0]"),
     "not a number": ("return rewards * math.nan, rewards", "nan"),
     "huge": ("return torch.zeros(10**6), 0", "(1000000,)"),
+    "huge output": ("[print('x' * 10**6) for _ in range(20)]\n    return 'x' * 10**8", "str"),
     "closes everything": ("os.closerange(0, 100)\n    return rewards, rewards", "the process died"),
 }
 ENDLESS = {
@@ -154,7 +181,8 @@ def grade_all(folder, sources, *args):
     """{name: {step: row}} for files made of `sources`, in one call of the grader."""
     for i, source in enumerate(sources.values()):
         (folder / f"{i}.py").write_bytes(source if isinstance(source, bytes) else source.encode())
-    lines = run("--json", *args, *(folder / f"{i}.py" for i in range(len(sources)))).splitlines()
+    files = [folder / f"{i}.py" for i in range(len(sources))]
+    lines = [line for i in range(0, len(files), 20) for line in run("--json", *args, *files[i:i + 20]).splitlines()]
     reports = [json.loads(line) for line in lines]
     assert len(reports) == len(sources)
     for report in reports:
@@ -184,7 +212,7 @@ def test_wrong_answer_loses_its_step_only(name, reports):
     row = reports[name][title]
     assert row["points"] == 0 and set(row["wrong"]) == {"input", "got", "expected", "hint"}
     assert row["wrong"]["got"] != row["wrong"]["expected"]
-    assert f"{WRONG[name][0]}(" in row["wrong"]["input"] or WRONG[name][0] == "entropy"
+    assert re.search(rf"\b{WRONG[name][0]}\b", row["wrong"]["input"]) or WRONG[name][0] == "entropy"
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -197,7 +225,7 @@ def test_endless_answers_end_in_time(tmp_path):
     began = time.monotonic()
     for rows in grade_all(tmp_path, {name: with_gae(body) for name, body in ENDLESS.items()}, "--limit", 3).values():
         assert lost(rows) == ["gae"] and rows["gae"]["wrong"]["got"] == "out of time"
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
 
 
 def test_files_that_cannot_be_imported(tmp_path):
@@ -205,8 +233,9 @@ def test_files_that_cannot_be_imported(tmp_path):
                "raises": "raise NotImplementedError", "hard exit": "import os\nos._exit(0)"}
     for name, rows in grade_all(tmp_path, sources).items():
         assert lost(rows) == list(STEPS), name
-    assert "ZeroDivisionError" in run(tmp_path / "0.py") and "line 1" in run(tmp_path / "0.py")
-    assert "cannot be imported" in run(tmp_path / "missing.py") and "cannot be imported" in run(tmp_path)
+    text = run(tmp_path / "0.py", tmp_path / "missing.py", tmp_path)
+    assert "ZeroDivisionError: division by zero (line 1)" in text
+    assert text.count("the file cannot be imported") == 3 * len(STEPS)
 
 
 def test_stubs_are_not_done_yet_and_one_function_is_enough_for_its_step(tmp_path):
@@ -236,6 +265,202 @@ def test_a_file_that_imports_critkl_and_one_that_spoils_it(tmp_path):
     rows = grade_all(tmp_path, {
         "spoils": solution() + "\nimport critkl, steps\ncritkl.whiten = critkl.gae = None\nsteps.STEPS.clear()\n"
                                "sys = None\ntorch.where = None\n",
-        "imports": "from critkl import *\nfrom steps import prioritized_penalty\n"})
+        "imports": "from critkl import *\nfrom steps import learn, prioritized_penalty\n"})
     assert lost(rows["spoils"]) and lost(rows["imports"]) == []
     assert not (tmp_path / "__pycache__").exists()
+
+
+# ---- Training run.
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bands_of_the_training_run_hold_on_other_seeds(seed):
+    """Bands that only one seed meets would judge luck. In place of the fixed seed of the cases: `seed`."""
+    names = FUNCTIONS | dict(trained=lambda learn, **settings: steps.trained(learn, seed=seed, **settings))
+    for expression, band, _ in STEPS["training run"].cases:
+        assert band.low <= float(eval(expression, names)) <= band.high, expression
+
+
+def test_prioritized_penalty_is_the_one_that_critkl_trains_with():
+    """Value and gradient of ppo_loss with the critical penalty less those without are alpha times the function."""
+    torch.manual_seed(0)
+    policy, reference = (critkl.GPT(1, 16, 2) for _ in range(2))
+    for model in (policy, reference):
+        torch.nn.init.normal_(model.embedding.weight, std=0.5)
+    batch = critkl.rollout(policy, [(1, 2), (34, 5)], 0)
+    torch.nn.init.normal_(policy.embedding.weight, std=0.5)          # else logp = logp_mu
+    rows, results = [0, 1], []
+    for coefficient in (30.0, 0.0):
+        cfg = critkl.make_config(dict(mode="critical", kl_coef=coefficient, beta=2.0))
+        critkl.prepare(batch, policy, reference, cfg)
+        loss, _ = critkl.ppo_loss(policy, batch, rows, cfg)
+        results.append((loss, torch.autograd.grad(loss, policy.embedding.weight)[0]))
+    actions = batch.ids[:, 1:]
+    logits, logits_ref = (model(batch.ids[:, :-1])[0] for model in (policy, reference))
+    mine = 30.0 * steps.prioritized_penalty(
+        critkl.token_logp(logits, actions), critkl.token_logp(logits_ref, actions), logits_ref, batch.mask, 2.0)
+    gradient = torch.autograd.grad(mine, policy.embedding.weight)[0]
+    assert mine > 0.1 and gradient.abs().max() > 0.1
+    torch.testing.assert_close(results[0][0] - results[1][0], mine, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(results[0][1] - results[1][1], gradient, rtol=1e-3, atol=1e-5)
+
+
+# ---- Open questions.
+
+def test_answers_are_collected_whatever_they_are(tmp_path):
+    sources = {"good": 'ANSWERS = {"beta": " 0.997 \\ud800 ", "other": "x"}', "long": 'ANSWERS = {"beta": "x" * 10**6}',
+               "number": 'ANSWERS = {"beta": 5}', "no dictionary": "ANSWERS = 7", "none": "", "broken": "1 / 0",
+               "endless": "while True: pass"}
+    for i, source in enumerate(sources.values()):
+        (tmp_path / f"{i}.py").write_text(source)
+    lines = run("--json", "--limit", 5, *(tmp_path / f"{i}.py" for i in range(len(sources)))).splitlines()
+    for name, line in zip(sources, lines):
+        result = json.loads(line)
+        questions = {row["question"]: row for row in result["questions"]}
+        assert result["total"] == 0 and result["of"] == 100 and list(questions) == list(QUESTIONS)
+        assert {row["of"] for row in questions.values()} == {4} and all(row["rubric"] for row in questions.values())
+        expected = {"good": "0.997 \ud800", "long": "x" * 10000, "number": "5"}.get(name, "")
+        assert questions.pop("beta")["answer"] == expected
+        assert not any(row["answer"] for row in questions.values())
+    text = run(tmp_path / "0.py")
+    assert re.search(r"beta +0 to  4  by hand: answered\n +rubric +2: J = 0.997", text)
+    assert re.search(r"estimators +0 to  4  by hand: not answered\n  beta", text)
+
+
+# ---- The notebook.
+
+COMMITTED = Path(SCRIPT).parent / "assignment.ipynb"
+
+
+def filled(change=None, extra=()):
+    """The notebook with critkl's functions in place of the stubs; `change` as in WRONG; `extra` code cells."""
+    document = json.loads(grade.notebook())
+    for cell in document["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "code" and "raise NotImplementedError" in source:
+            names = [node.name for node in ast.parse(source).body]
+            text = HELPERS + "\n".join(inspect.getsource(FUNCTIONS[name]) for name in names)
+            cell["source"] = text.replace(*change[1:]) if change and change[0] in names else text
+            assert not change or change[0] not in names or cell["source"] != text
+    document["cells"] += [dict(cell_type="code", source=source) for source in extra]
+    return json.dumps(document)
+
+
+def execute(text, capsys):
+    """Run the code cells as a kernel does, but in this process; returns the names and what each cell printed."""
+    names, printed = {}, []
+    for i, cell in enumerate(json.loads(text)["cells"]):
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"/tmp/ipykernel_1/{i}.py", "exec"), names)
+            printed.append(capsys.readouterr().out)
+    return names, printed
+
+
+def test_the_committed_notebook_is_the_generated_one():
+    assert COMMITTED.read_text() == grade.notebook() == run("--notebook")
+
+
+def test_the_untouched_notebook(capsys, monkeypatch):
+    monkeypatch.chdir(COMMITTED.parent)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    cells = [cell for cell in json.loads(COMMITTED.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    _, printed = execute(COMMITTED.read_text(), capsys)
+    for cell, text in zip(cells, printed):
+        assert bool(text) == ("output" in cell["metadata"].get("tags", ()))
+    assert sum(text.count("not done yet") for text in printed[:-1]) == printed[-1].count("not done yet") == len(STEPS)
+    rows = json.loads(run("--json", COMMITTED))["steps"]
+    assert all(row["wrong"] == dict(error="not done yet") for row in rows)
+
+
+def test_the_untouched_notebook_in_a_kernel():
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    document = nbformat.read(COMMITTED, 4)
+    nbformat.validate(document)
+    nbclient.NotebookClient(document, timeout=120, resources=dict(metadata=dict(path=COMMITTED.parent))).execute()
+    for cell in document.cells:
+        assert bool(cell.get("outputs")) == ("output" in cell.metadata.get("tags", ()))
+
+
+def test_checks_in_the_notebook(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(COMMITTED.parent)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    names, printed = execute(filled(), capsys)
+    assert "total                100 of 100" in printed[-1]
+    assert "beta                 0 to  4  by hand: not answered" in printed[-1]
+    mine = {name: names[name] for name in FUNCTIONS}
+    names["gae"] = wrong = lambda *args: 1 / 0
+    grade.check(names, "gae")
+    text = capsys.readouterr().out
+    assert "gae                    0 of  15" in text and "ZeroDivisionError" in text and "Traceback" not in text
+    grade.check(names, "training run")                               # with critkl's gae
+    assert "training run          15 of  15" in capsys.readouterr().out
+    assert names["gae"] is wrong and all(names[name] is mine[name] for name in FUNCTIONS if name != "gae")
+    del names["gae"]
+    names["ANSWERS"] = 5
+    grade.check(names)
+    text = capsys.readouterr().out
+    assert "gae                    0 of  15  not done yet" in text and "85 of 100" in text and "gae" not in names
+    names["entropy"] = lambda logits: exec("raise KeyboardInterrupt")
+    grade.check(names, "certainty")
+    assert "KeyboardInterrupt" in capsys.readouterr().out
+
+
+def test_notebooks_that_are_handed_in(tmp_path):
+    cell = lambda source: json.dumps(dict(cells=[dict(cell_type="code", source=source)]))
+    whole = ["1 / 0", "while True: pass", "for i in range(3):\n    undefined",
+             "gae(", "values = undefined", "check(globals())", "%matplotlib inline\n!ls\nANSWERS['beta'] = 'because'"]
+    files = {"reference": filled(extra=whole), "wrong": filled(WRONG["gae forward in time"]),
+             "syntax": filled(("gae", "return advantages,", "return (advantages,")),
+             "fails": filled(("gae", "def gae", "no_such_name\nx = no_such_name\ndef gae")),
+             "error inside": filled(("gae", "next_value = following", "next_value = undefined")),
+             "list": cell(["import math\n", "x = 1"]), "empty": "", "no json": "{", "no cells": "{}", "array": "[]",
+             "cells": '{"cells": 5}', "odd cells": '{"cells": [5]}', "odd source": '{"cells": [{"cell_type": "code"}]}',
+             "deep": "[" * 10**5, "bytes": b"\xff\xfe\x00", "exit": cell("import os\nx = os._exit(0)")}
+    for i, text in enumerate(files.values()):
+        (tmp_path / f"{i}.ipynb").write_bytes(text if isinstance(text, bytes) else text.encode())
+    results = list(map(json.loads, run("--json", *(tmp_path / f"{i}.ipynb" for i in range(len(files)))).splitlines()))
+    rows = {name: {row["step"]: row for row in result["steps"]} for name, result in zip(files, results)}
+    assert results[0]["total"] == 100 and results[0]["questions"][1]["answer"] == "because"
+    assert [lost(rows[name]) for name in ("wrong", "syntax", "fails", "error inside")] == 4 * [["gae"]]
+    assert rows["wrong"]["gae"]["wrong"]["expected"] != rows["wrong"]["gae"]["wrong"]["got"]
+    assert rows["syntax"]["gae"]["wrong"]["got"].startswith("SyntaxError")
+    assert "NameError: name 'no_such_name'" in rows["fails"]["gae"]["wrong"]["got"]
+    number = 1 + next(i for i, c in enumerate(json.loads(filled())["cells"]) if "def gae" in "".join(c["source"]))
+    got = rows["error inside"]["gae"]["wrong"]["got"]
+    assert re.search(rf"NameError: .*'undefined'.* \(cell {number} line \d+\)", got)
+    for name in list(files)[5:]:
+        assert lost(rows[name]) == list(STEPS), name
+
+
+# ---- The hunt.
+
+def test_each_bug_of_the_hunt_makes_the_checks_of_its_step_red_and_no_others(tmp_path):
+    source = Path(critkl.__file__).read_text()
+    bugs = [(title, *bug) for title in HUNT for bug in HUNT[title]]
+    assert all(source.count(old) == 1 for _, old, _ in bugs)
+    rows = grade_all(tmp_path, {bug: source.replace(*bug[1:]) for bug in bugs})
+    absent = {title for title, step in STEPS.items() if not all(hasattr(critkl, name) for name in step.functions)}
+    assert absent == set(STEPS) - set(HUNT)
+    for title, old, new in bugs:
+        assert set(lost(rows[title, old, new])) - absent == {title}, (old, new)
+        assert re.match(r"[\[\d-]", rows[title, old, new][title]["wrong"]["got"])      # silent: numbers, no error
+
+
+def test_the_hunted_copy_has_five_bugs_and_still_trains(tmp_path):
+    """Tiny runs of copies, until every bug was in one of them."""
+    source, bugs = Path(critkl.__file__).read_text(), [bug for title in HUNT for bug in HUNT[title]]
+    changed = lambda text: set(enumerate(text.splitlines())) - set(enumerate(source.splitlines()))
+    of_seed = {seed: changed(run("--hunt", seed) if seed == 0 else grade.hunted(seed)) for seed in range(30)}
+    assert all(len(lines) == 5 for lines in of_seed.values()) and of_seed[0] != of_seed[1]
+    missing = set().union(*(changed(source.replace(*bug)) for bug in bugs))
+    assert missing == set().union(*of_seed.values()) and len(missing) == len(bugs)
+    while missing:
+        seed = max(of_seed, key=lambda seed: len(of_seed[seed] & missing))
+        missing -= of_seed[seed]
+        (tmp_path / "hunted.py").write_text(grade.hunted(seed))
+        command = "--layers 1 --width 16 --heads 2 --pretrain-steps 4 --pretrain-batch 4 --iterations 1 --episodes 4 " \
+                  "--minibatch 4 --eval-problems 4 --test-problems 4 --device cpu --name x --out"
+        done = subprocess.run([sys.executable, tmp_path / "hunted.py", *command.split(), tmp_path / str(seed)],
+                              capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        assert (tmp_path / str(seed) / "critical-x-seed0" / "summary.json").exists()
