@@ -25,8 +25,11 @@ Departures from the papers (D) and from their authors' released code (C); the RE
       with one minibatch is A2C: the ratio is 1 and the gradients agree (tested).
   D5  GAE with lambda = 1: the only reward comes at the end, some 250 tokens late.
   D6  Training and evaluation problems are split by a hash of the problem, so they never overlap.
-  D7  Log-ratios are cut to [-20, 20] before exp, in the ratio and in k3.
+  D7  Log-ratios are cut to [-20, 20] before exp in the ratio, and at 20 in k3.
   D8  The value loss trains the value head alone, so it does not move the policy; its coefficient is 1.
+  D9  [V] table 1 is taken on the true answers, and of the other tokens gives the mean (paper: the minimum).
+  D10 [Q] every method uses GAE and whitened advantages unless asked: --advantage group.
+  D11 The KL penalty is estimated from mu's samples without weights, also where pi has moved away from mu.
   C1  [V] certainty is the text's negentropy; released: --certainty max_prob --certainty-temperature 4.
   C2  [V] policy and sampler use temperature 1; the released code divides logits by 2: --temperature 2.
   C3  [V] the KL term is added to the loss (the released PPO class subtracts it).
@@ -127,7 +130,7 @@ class Config:
     kl_kind: str = option("k2", "KL estimator", choices=("k1", "k2", "k3", "exact"))
     beta: float = option(150.0, "exponent of the certainty in the critical penalty", 0, 1e9)
     certainty: str = option("negentropy", "certainty of the reference", choices=("negentropy", "max_prob"))
-    certainty_temperature: float = option(1.0, "temperature of the logits it is computed from", 0.01, 100)
+    certainty_temperature: float = option(0.0, "temperature it is computed at (0: that of the policies)", 0, 100)
     # trust region, [Q] section 4
     method: str = option("ppo", "sets the trust region, its bounds, cap and anchor", choices=(*METHODS,))
     trust_region: str = option("clip", "trust region", choices=("clip", "divergence", "negative", "none"))
@@ -135,7 +138,7 @@ class Config:
     eps_high: float = option(0.2, "clip: ratios above 1 + eps_high", 0)
     divergence: str = option("binary_tv", "divergence of the mask", choices=(
         "binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl"))
-    delta: float = option(0.15, "threshold of the divergence and the negative mask", 0)
+    delta: float = option(0.15, "threshold of the divergence mask ([Q]: 0.15 for TV, 0.05 for KL) and the negative", 0)
     top_k: int = option(20, "K of the top-K divergences", 1)
     ratio_cap: float = option(math.inf, "C: cap of the importance weight", 0)
     anchor: str = option("rollout", "what the mask compares pi with: mu, or pi before the update, by the trainer",
@@ -145,7 +148,7 @@ class Config:
     advantage: str = option("gae", "value head, or reward less the mean of its group", choices=("gae", "group"))
     group: int = option(8, "answers per problem with group advantages", 2)
     sampler_dtype: str = option("float32", "weights and arithmetic of the sampler", choices=("float32", "bfloat16"))
-    staleness: int = option(1, "iterations for which the sampler keeps its weights: updates per set of rollouts", 1)
+    staleness: int = option(1, "iterations for which the sampler keeps its weights, so that rollouts grow stale", 1)
     fixed: int = option(0, "RL on this many fixed problems that the pretrained model solves sometimes", 0)
     # the run
     seed: int = option(0, "seed of everything random", 0, 2**31)
@@ -175,7 +178,8 @@ def make_config(given):
             raise UserError(f"{flag} {value}: allowed is {meta['low']} to {meta['high']}")
     cfg = Config(**values)
     for wrong, flag, allowed in (
-            (cfg.width % (2 * cfg.heads), "width", f"a multiple of twice --heads {cfg.heads}"),
+            (cfg.width % (4 * cfg.heads), "width", f"a multiple of four times --heads {cfg.heads}"),
+            (cfg.checkpoint and cfg.mode not in ("evaluate", "inspect"), "checkpoint", "none but to evaluate, inspect"),
             (not re.fullmatch(r"([\w+=-][\w.+=-]*)?", cfg.name), "name", "letters, digits and _ + = - ."),
             (cfg.mode == "pretrain" and cfg.iterations, "iterations", "0 with mode pretrain"),
             (cfg.episodes % cfg.minibatch, "minibatch", f"a divisor of --episodes {cfg.episodes}"),
@@ -582,6 +586,11 @@ def certainty(logits, kind="negentropy"):
     return (1 - uncertainty / math.log(logits.shape[-1])).clamp(0, 1)
 
 
+def reference_certainty(logits_ref, cfg):
+    """J as `cfg` asks for it, from logits that the model has divided by cfg.temperature."""
+    return certainty(logits_ref * (cfg.temperature / (cfg.certainty_temperature or cfg.temperature)), cfg.certainty)
+
+
 def kl_weight(certainty, beta):
     """Weight J^beta of the prioritized penalty, [V] Eq. 1; beta = 0 gives 1, the standard penalty."""
     return certainty ** beta
@@ -669,7 +678,7 @@ def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.
     """Surrogate loss: (B, T) log-probabilities under pi and mu, advantages and mask to (scalar, info).
     The gradient is that of [Q] Eq. 23, M min(r, C) A grad log pi with r = pi / mu and C = ratio_cap.
     M compares pi with the anchor: mu, or the policy of `logp_anchor` (B, T). By trust_region:
-    "clip": PPO, min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), Eq. 10; the eps are numbers or (B, T).
+    "clip": PPO, min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), Eq. 10; the eps are numbers or both (B, T).
     "divergence": DPPO, M r A, Eq. 12; needs `divergence` (B, T) between anchor and pi.
     "negative": only tokens with A < 0 and anchor - pi >= delta are dropped, section 5.3. "none": r A.
     info: 0-dimensional tensors without gradient. Raises UserError on another trust region."""
@@ -760,7 +769,7 @@ def prepare(batch, policy, reference, cfg):
         batch.anchor, _ = policy(batch.ids[:, :-1])
     if cfg.penalty != "none":
         batch.logits_ref, _ = reference(batch.ids[:, :-1])
-        J = certainty(batch.logits_ref / cfg.certainty_temperature, cfg.certainty)
+        J = reference_certainty(batch.logits_ref, cfg)
         batch.kl_weights = kl_weight(J, cfg.beta if cfg.penalty == "critical" else 0.0)
 
 
@@ -822,10 +831,10 @@ def update(policy, optimizer, batch, cfg, iteration):
     means = {name: sum(i[name] * i["share"] for i in infos) / sum(i["share"] for i in infos) for name in infos[0]}
     for extreme, suffix in ((max, "_max"), (min, "_min")):
         means |= {name: extreme(i[name] for i in infos) for name in means if name.endswith(suffix)}
-    centered = batch.returns - masked_mean(batch.returns, batch.mask)
-    left = masked_mean((batch.returns - batch.values) ** 2, batch.mask)
-    explained = 1 - left / masked_mean(centered ** 2, batch.mask).clamp(min=1e-8)
-    return means | dict(reward=batch.correct.mean().item(), explained_variance=explained.item())
+    variance = masked_mean((batch.returns - masked_mean(batch.returns, batch.mask)) ** 2, batch.mask).item()
+    left = masked_mean((batch.returns - batch.values) ** 2, batch.mask).item()
+    explained = 1 - left / variance if variance > 1e-8 else 0.0      # all returns alike: nothing to explain
+    return means | dict(reward=batch.correct.mean().item(), explained_variance=explained)
 
 
 # ---- Evaluation. Under teacher forcing the product of the token probabilities is the exact probability of
@@ -868,21 +877,21 @@ def examine(model, problems, digits):
 
 
 @torch.no_grad()
-def force(policy, problems, places):
+def force(policy, problems, places, wrong=True):
     """Decisive? [V] section 3.3. A place is (number of the problem, index in its scratchpad). There the likeliest
-    wrong character is put, after the true text, and the greedy answer goes on from it.
-    Returns the list of these characters and (n,) bool, True where the answer still comes out right."""
+    wrong character is put, after the true text (or as a control the true one), and the greedy answer goes on.
+    Returns the list of these characters and (n,) bool, True where the answer comes out right."""
     logits = policy(true_batch(problems, policy.device)[0][:, :-1])[0]
-    starts, drafts, wrong = [], [], []
+    starts, drafts, put = [], [], []
     for i, index in places:
         begin, true = prompt(*problems[i]), scratchpad(*problems[i])
         order = logits[i, len(begin) - 1 + index].argsort(descending=True).tolist()
-        wrong.append(next(VOCABULARY[token] for token in order if VOCABULARY[token] != true[index]))
-        starts.append(encode(begin + true[:index] + wrong[-1]))
+        put.append(next(VOCABULARY[token] for token in order if (VOCABULARY[token] != true[index]) == wrong))
+        starts.append(encode(begin + true[:index] + put[-1]))
         drafts.append(encode(true[index + 1:]))
     ids, _, _, _ = generate(policy, starts, drafts, max(map(len, drafts)) + 16)
     answers = [decode(row).rstrip(PAD)[len(prompt(*problems[i])):] for row, (i, _) in zip(ids, places)]
-    return wrong, torch.tensor([is_correct(*problems[i], text) for text, (i, _) in zip(answers, places)])
+    return put, torch.tensor([is_correct(*problems[i], text) for text, (i, _) in zip(answers, places)])
 
 
 def bootstrap(values, resamples=1000):
@@ -973,18 +982,20 @@ def peak_memory_mb(device):
 
 class Log:
     """What a run prints: one live line on a terminal, elsewhere a plain line every 20 seconds. It also
-    holds Ctrl-C: the first asks the loops to stop after the iteration, the second stops at once."""
+    holds Ctrl-C while training: the first asks to stop after the iteration, the second stops at once."""
 
-    def __init__(self):
+    def __init__(self, training=True, quiet=False):
         self.live, self.last, self.first, self.interrupted = sys.stdout.isatty(), 0.0, {}, False
-        signal.signal(signal.SIGINT, self.interrupt)
+        self.quiet = quiet or RANK > 0
+        if training:
+            signal.signal(signal.SIGINT, self.interrupt)
 
     def interrupt(self, *_):
         self.interrupted = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def line(self, text, end="\n"):
-        if RANK == 0:
+        if not self.quiet:
             print(("\r\033[K" if self.live else "") + text, end=end, flush=True)
 
     def progress(self, what, step, total, detail):
@@ -998,11 +1009,19 @@ class Log:
 
 # ---- Runs.
 
+def read_settings(folder):
+    """The settings in a run folder's config.json. Raises UserError."""
+    try:
+        return dict(json.loads((Path(folder) / "config.json").read_text())["settings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder}: not a run folder, or its config.json is damaged") from None
+
+
 def open_run(cfg):
     """Make the run folder, or check that the one there has the same settings."""
     folder = run_folder(cfg)
     if (folder / "config.json").exists():
-        there = json.loads((folder / "config.json").read_text())["settings"]
+        there = read_settings(folder)
         for name, value in asdict(cfg).items():
             if name not in FREE_FIELDS and there.get(name) != value:
                 raise UserError(f"{folder}: holds a run with {name} {there.get(name)}, not {value}; choose "
@@ -1018,11 +1037,14 @@ def open_run(cfg):
 
 def fixed_problems(reference, cfg):
     """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1."""
-    rng, chosen = stream(cfg.seed, "fixed"), []
-    while len(chosen) < cfg.fixed:
+    rng, chosen = stream(cfg.seed, "fixed"), {}
+    for _ in range(100):
+        if len(chosen) >= cfg.fixed:
+            return list(chosen)[:cfg.fixed]
         problems = [rl_problem(rng, cfg) for _ in range(100)]
-        chosen += [p for p, e in zip(problems, examine(reference, problems, cfg.digits)[0]) if 0.05 <= e <= 0.95]
-    return chosen[:cfg.fixed]
+        expected, _ = examine(reference, problems, cfg.digits)
+        chosen |= dict.fromkeys(p for p, e in zip(problems, expected) if 0.05 <= e <= 0.95)
+    raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
 
 
 def train(cfg, log):
@@ -1121,20 +1143,24 @@ def print_summary(summary, cfg, log):
 
 
 def chosen_policy(cfg, log):
-    """The pretrained model and the policy to look at: the one of --checkpoint, or the pretrained itself."""
-    saved = load(Path(cfg.checkpoint) / "checkpoint.pt", cfg.device, "policy") if cfg.checkpoint else None
-    reference, _ = pretrain(cfg, log)
+    """The run folder, the pretrained model, and the policy to look at: that of --checkpoint, or the pretrained."""
+    if cfg.checkpoint:
+        saved, there = load(Path(cfg.checkpoint) / "checkpoint.pt", cfg.device, "policy"), read_settings(cfg.checkpoint)
+        for name in sorted(set(PRETRAINING_FIELDS) - {"device", "threads"} | {"temperature"}):
+            if there.get(name) != getattr(cfg, name):
+                raise UserError(f"--checkpoint {cfg.checkpoint}: its run has {name} {there.get(name)}, not "
+                                f"{getattr(cfg, name)}")
+    folder, (reference, _) = open_run(cfg), pretrain(cfg, log)
     policy = copy.deepcopy(reference)
-    if saved:
+    if cfg.checkpoint:
         restore(policy, saved["policy"], cfg.checkpoint)
-    return reference, policy
+    return folder, reference, policy
 
 
 def evaluate(cfg, log):
     """Writes evaluation.json: [V] tables 4 and 5 (success at N to N+3) of a policy; of the pretrained model table 1
     and the critical tokens by definition; 2,000 tokens as a bfloat16 sampler and the trainer see them, [Q] fig. 2."""
-    reference, policy = chosen_policy(cfg, log)
-    folder, rows = open_run(cfg), []
+    (folder, reference, policy), rows = chosen_policy(cfg, log), []
     log.line(f"{'set':10} {'digits':6} {'sampled':>22} {'greedy':>22} {'expected':>22}   in %, 95% interval")
     for kind in ("identical", "varying"):
         for k, name in enumerate(SETS):
@@ -1165,10 +1191,11 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
     """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts).
     gap, table 1: certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean
     on the rest of its answer; mean over answers and its 95% interval. counts: tokens listed, uncertain (J below
-    the threshold and among the ten lowest of the answer) and decisive (`force`), and how these agree."""
+    the threshold and among the ten lowest of the answer) and decisive (the greedy answer that goes on from the true
+    character is right, from a wrong one not), and how these agree."""
     gaps, listed, uncertain = {"critical": [], "non-critical": []}, set(), set()
     ids, mask = true_batch(problems, reference.device)
-    J = certainty(reference(ids[:, :-1])[0] / cfg.certainty_temperature, cfg.certainty)
+    J = reference_certainty(reference(ids[:, :-1])[0], cfg)
     for i, (problem, J, mask) in enumerate(zip(problems, J.cpu(), mask.cpu())):
         J = J[mask]
         gap, critical = J - (J.sum() - J) / (len(J) - 1), torch.zeros(len(J), dtype=torch.bool)
@@ -1178,7 +1205,8 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
         listed |= {(i, t) for t in critical.nonzero()[:, 0].tolist()}
         uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
-    decisive = {place for place, right in zip(places, force(reference, problems, places)[1]) if not right}
+    outcome = zip(places, *(force(reference, problems, places, wrong)[1] for wrong in (False, True)))
+    decisive = {place for place, with_true, with_wrong in outcome if with_true and not with_wrong}
     return {name: bootstrap(torch.stack(x)) for name, x in gaps.items()}, {
         "listed": len(listed), "listed and decisive": len(listed & decisive), "uncertain": len(uncertain),
         "uncertain and decisive": len(uncertain & decisive), "listed and uncertain": len(listed & uncertain),
@@ -1188,9 +1216,9 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
 def inspect(cfg, log):
     """[V] fig. 5: the greedy answer, each character coloured by the certainty of the pretrained model."""
     a, b = parse_problem(cfg.problem)
-    reference, policy = chosen_policy(cfg, log)
+    folder, reference, policy = chosen_policy(cfg, log)
     batch = rollout(policy, [(a, b)])
-    J = certainty(reference(batch.ids[:, :-1])[0] / cfg.certainty_temperature, cfg.certainty)[batch.mask].tolist()
+    J = reference_certainty(reference(batch.ids[:, :-1])[0], cfg)[batch.mask].tolist()
     text = answer = decode(batch.ids[:, 1:][batch.mask])
     if log.live:                                                     # red below 0.8, yellow, green at 1
         level = [min(5, max(0, round(25 * j - 20))) for j in J]
@@ -1199,8 +1227,7 @@ def inspect(cfg, log):
     log.line(f"{'right' if batch.correct[0] else 'wrong'}: {a}+{b}={a + b}; the pretrained model is least certain at")
     for i in sorted(range(len(J)), key=J.__getitem__)[:5]:
         log.line(f"  J = {J[i]:.3f}  {answer[max(0, i - 16):i]!r} then {answer[i]!r}")
-    found = dict(problem=cfg.problem, text=answer, certainty=J, correct=bool(batch.correct[0]))
-    write(open_run(cfg) / "inspect.json", found)
+    write(folder / "inspect.json", dict(problem=cfg.problem, text=answer, certainty=J, correct=bool(batch.correct[0])))
 
 
 def bench(cfg, log):
@@ -1208,7 +1235,7 @@ def bench(cfg, log):
     Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for each
     weight a token meets and 2 T C for causal attention in each layer; a training step as three of them.
     The machine's rate is that of a 2048 x 2048 matrix product, float32 on the CPU, bfloat16 on CUDA."""
-    policy, _ = pretrain(cfg, log)
+    folder, (policy, _) = open_run(cfg), pretrain(cfg, log)
     reference, optimizer = copy.deepcopy(policy), torch.optim.AdamW(policy.parameters(), lr=0.0)
     both, weights = pretraining_optimizers(reference, cfg), sum(p.numel() for p in policy.parameters())
     count = lambda ids: int((ids != TOKEN_ID[PAD]).sum())
@@ -1244,7 +1271,7 @@ def bench(cfg, log):
     for phase in phases.values():
         phase["share_of_iteration"] = phase["seconds"] / iteration
     result = dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9, phases=phases)
-    write(open_run(cfg) / "bench.json", result)
+    write(folder / "bench.json", result)
     if cfg.json:
         return print(json.dumps(result))
     log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s, an iteration (sampling, "
@@ -1257,10 +1284,15 @@ def bench(cfg, log):
 
 # ---- Command line.
 
+class Parser(argparse.ArgumentParser):
+    def error(self, message):                                        # one line, without the 27 of the usage
+        raise UserError(message)
+
+
 def parse(argv):
     """Command line to Config; flags, types and help come from its fields."""
-    parser = argparse.ArgumentParser(prog="critkl.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
-                                     epilog="Defaults are preset laptop's; presets, modes and methods change some.")
+    parser = Parser(prog="critkl.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
+                    epilog="Defaults are preset laptop's; presets, modes and methods change some.")
     for f in fields(Config):
         kind = dict(action="store_true") if f.type is bool else dict(
             type=f.type, choices=f.metadata["choices"],
@@ -1270,16 +1302,20 @@ def parse(argv):
     parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a stopped run, with its own settings")
     given = vars(parser.parse_args(argv))
     resume = given.pop("resume")
-    if resume is not None:
-        try:
-            saved = json.loads((Path(resume) / "config.json").read_text())["settings"]
-        except (OSError, ValueError, KeyError):
-            raise UserError(f"--resume {resume}: not a run folder") from None
-        for name, value in given.items():
-            if saved.get(name) != value:
-                raise UserError(f"--{name.replace('_', '-')} {value}: the run to resume has {saved.get(name)}")
-        given = saved | dict(out=str(Path(resume).parent))
-    return make_config(given)
+    if resume is None:
+        return make_config(given)
+    folder = Path(resume).resolve()
+    saved = read_settings(folder)
+    for name, value in given.items():
+        if saved.get(name) != value:
+            raise UserError(f"--{name.replace('_', '-')} {value}: the run to resume has {saved.get(name)}")
+    try:
+        cfg = make_config(saved | dict(out=str(folder.parent)))
+    except TypeError as error:                                       # settings of another version
+        raise UserError(f"--resume {resume}: {error}") from None
+    if run_folder(cfg) != folder:
+        raise UserError(f"--resume {resume}: renamed, or of another version; its settings now name {run_folder(cfg)}")
+    return cfg
 
 
 def start(cfg):
@@ -1291,8 +1327,8 @@ def start(cfg):
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     cfg.threads = torch.get_num_threads()
     if WORLD > 1:
-        if cfg.episodes % WORLD or cfg.minibatch % WORLD or cfg.mode in ("evaluate", "inspect", "bench"):
-            raise UserError(f"{WORLD} processes: must divide --episodes and --minibatch, and only train")
+        if cfg.minibatch % WORLD or cfg.pretrain_batch % WORLD or cfg.mode not in MODES:
+            raise UserError(f"{WORLD} processes: must divide --minibatch and --pretrain-batch, and only train")
         if cfg.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
@@ -1300,10 +1336,10 @@ def start(cfg):
 
 def main(argv=None):
     try:
-        cfg, log = parse(argv), Log()
+        cfg = parse(argv)
         start(cfg)
-        if not cfg.json:
-            log.line(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
+        log = Log(cfg.mode in MODES, quiet=cfg.json)
+        log.line(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
         dict(evaluate=evaluate, inspect=inspect, bench=bench).get(cfg.mode, train)(cfg, log)
         if WORLD > 1:
             all_ranks(None)

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 
 import pytest
 import torch
@@ -943,9 +944,35 @@ def test_evidence_for_critical_tokens_against_a_loop():
     assert (counts["listed"], counts["uncertain"], counts["listed and uncertain"]) == tuple(
         map(len, (listed, uncertain, both)))
     assert len(listed) == 6 and 10 <= len(uncertain) <= 20
-    for name, places in {"listed": listed, "uncertain": uncertain}.items():
-        assert counts[f"{name} and decisive"] == (~critkl.force(model, problems, places)[1]).sum()
     close(gap["critical"][0], sum(gaps) / 2)
+    assert counts["listed and decisive"] == counts["uncertain and decisive"] == 0    # it is never right in any case
+    model, problems = coin_model(2), PROBLEMS[:2]
+    places = [(i, len(scratchpad(*p)) - 2) for i, p in enumerate(problems)]          # the last digit of the result
+    assert critkl.force(model, problems, places, wrong=False)[1].all()
+    assert not critkl.force(model, problems, places)[1].any()
+    counts = critkl.critical_evidence(model, problems, cfg, 0.9)[1]
+    assert counts["uncertain"] >= counts["uncertain and decisive"] >= 2 and counts["listed"] == 0
+
+
+def test_problems_that_are_solved_sometimes():
+    """All different, of the training part; too few of them is an error, not an endless search."""
+    cfg = config(fixed=20)
+    model = types.SimpleNamespace()
+    examined = lambda model, problems, digits: (torch.tensor([0.5 * (a % 2) for a, b in problems]), {})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(critkl, "examine", examined)
+        chosen = critkl.fixed_problems(model, cfg)
+        assert len(set(chosen)) == len(chosen) == 20 and all(a % 2 and not critkl.held_out(a, b) for a, b in chosen)
+        with pytest.raises(UserError, match="--fixed 10000"):
+            critkl.fixed_problems(model, config(fixed=10000))
+    assert critkl.fixed_problems(None, config()) == []
+
+
+def test_certainty_is_taken_at_its_own_temperature():
+    raw = torch.randn(2, 3, 41, generator=generator())
+    for temperature, asked, expected in ((1.0, 0.0, 1.0), (2.0, 0.0, 2.0), (2.0, 4.0, 4.0), (1.0, 4.0, 4.0)):
+        cfg = config(temperature=temperature, certainty_temperature=asked, certainty="max_prob")
+        close(critkl.reference_certainty(raw / temperature, cfg), certainty(raw / expected, "max_prob"))
 
 
 def test_bootstrap_interval():
@@ -1227,7 +1254,7 @@ def test_two_processes_learn_what_one_does(tmp_path):
 
 def test_one_failing_process_ends_the_job_with_its_message(tmp_path):
     done = torchrun("critkl.py", "--minibatch", "1", "--episodes", "3", "--out", str(tmp_path / "runs"))
-    assert done.returncode != 0 and "2 processes: must divide --episodes" in done.stderr
+    assert done.returncode != 0 and "2 processes: must divide --minibatch" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
@@ -1256,8 +1283,10 @@ def refused(capsys):
     "--mode banana", "--preset desktop", "--lr -1", "--lr nan", "--lr fast", "--kl-coef nan", "--kl-coef -0.5",
     "--kl-coef inf", "--value-coef inf", "--beta -3", "--digits 0", "--digits 2.5", "--episodes -4", "--minibatch 3",
     "--width 15", "--gamma 1.5", "--delta nan", "--top-k 0", "--temperature 0", "--eval-problems 0", "--seed -1",
-    "--kl-kind k4", "--relax both --method dppo", "--staleness 0", "--iterations 1e3", "--certainty entropy", "--name a/../../../x", "--banana 3",
-    "--checkpoint nowhere --mode evaluate", "--problem 12x+3 --mode inspect"])
+    "--kl-kind k4", "--relax both --method dppo", "--staleness 0", "--iterations 1e3", "--certainty entropy",
+    "--name a/../../../x", "--banana 3",
+    "--checkpoint nowhere --mode evaluate", "--problem 12x+3 --mode inspect", "--checkpoint runs --mode none",
+    "--width 12"])
 def test_bad_input_is_named_and_nothing_is_written(args, refused, tmp_path):
     flag, value = args.split()[:2]
     line = refused(*TINY, "--out", tmp_path / "runs", *args.split())
@@ -1312,6 +1341,27 @@ def test_a_run_that_does_not_fit_is_refused_and_kept(damage, work, tmp_path, ref
     contents = {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()}
     assert (expected or str(path)) in refused("--resume", path, *more)
     assert {p: p.read_bytes() for p in (tmp_path / "runs").rglob("*") if p.is_file()} == contents
+
+
+def test_only_a_run_folder_as_it_was_named_is_resumed(work, refused, tmp_path):
+    folder, runs = work
+    runs("critical")
+    shutil.copytree(only(folder, "critical-*"), tmp_path / "renamed")
+    assert "renamed" in refused("--resume", tmp_path / "renamed")
+    for text in ("[]", "{", '{"settings": []}', '{"settings": {"foo": 1}}', '{"settings": {"digits": "3"}}'):
+        (tmp_path / "renamed" / "config.json").write_text(text)
+        assert "renamed" in refused("--resume", tmp_path / "renamed")
+    assert [p.name for p in tmp_path.iterdir()] == ["renamed"]
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(work, refused, tmp_path):
+    """Also where the shapes of the weights are the same."""
+    folder, runs = work
+    runs("critical")
+    for flag, value in (("--heads", 1), ("--temperature", 2), ("--seed", 3), ("--digits", 2)):
+        line = refused("--mode", "evaluate", *TINY, flag, value, "--out", tmp_path, "--checkpoint",
+                       only(folder, "critical-*"))
+        assert flag[2:] in line and not list(tmp_path.iterdir())
 
 
 def test_help_lists_every_field(capsys):
