@@ -50,7 +50,7 @@ MODES = {"none": ("#D55E00", ":", "s"), "standard": ("#0072B2", "--", "^"), "cri
          "dppo": ("#CC79A7", "-.", "D")}
 OTHER = {"evaluate": "evaluation.json", "inspect": "inspect.json", "bench": "bench.json"}
 COLOURS, LINES = ("black", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"), ("-", "--", "-.", ":")
-FREE = ("seed", "out", "name", "problem", "checkpoint", "json", "preset", "threads", "eval_every", "eval_problems")
+FREE = ("seed", "out", "name", "problem", "checkpoint", "json", "preset", "eval_every", "eval_problems")
 PENALTY = ("beta", "certainty", "certainty_temperature", "kl_coef", "kl_kind")
 CLIP, DIVERGENCE = ("eps_low", "eps_high", "relax", "relax_below"), ("divergence", "top_k", "delta")
 METHOD = ("trust_region", "ratio_cap", "anchor", *CLIP, *DIVERGENCE)      # what --method sets
@@ -433,7 +433,9 @@ def frontier(groups):
         axes.errorbar(x, y, dy, dx, fmt="none", ecolor=style["color"], elinewidth=0.8)
         axes.plot(x, y, "o", markersize=14 * (len(family) > 1), mfc="none", color="black", zorder=1)
     for i, same in enumerate(comparisons([g for family in found for g in family], *PENALTIES)):    # by temperature
-        before = [[100 * v for g in same for v in g.final("pretrained_accuracy", name)] for name in ("N", target)]
+        seeds_of = {seed: run.summary for g in same for seed, run in g.runs.items() if run.summary}   # each once
+        before = [[100 * number(summary, "pretrained_accuracy", name) for summary in seeds_of.values()]
+                  for name in ("N", target)]
         axes.plot(*[interval(v)[0] for v in before], "*", color="black", mfc=("black", "white")[i % 2], markersize=11,
                   label="pretrained" + f", temperature {show(same[0].key['temperature'])}" * (i > 0))
     return add_legend(figure)
