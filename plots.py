@@ -433,8 +433,8 @@ def frontier(groups):
         axes.errorbar(x, y, dy, dx, fmt="none", ecolor=style["color"], elinewidth=0.8)
         axes.plot(x, y, "o", markersize=14 * (len(family) > 1), mfc="none", color="black", zorder=1)
     for i, same in enumerate(comparisons([g for family in found for g in family], *PENALTIES)):    # by temperature
-        seeds_of = {seed: run.summary for g in same for seed, run in g.runs.items() if run.summary}   # each once
-        before = [[100 * number(summary, "pretrained_accuracy", name) for summary in seeds_of.values()]
+        ended = {seed: run.end for g in same for seed, run in g.runs.items() if run.end}   # each once
+        before = [[100 * number(end, "pretrained_accuracy", name) for end in ended.values()]
                   for name in ("N", target)]
         axes.plot(*[interval(v)[0] for v in before], "*", color="black", mfc=("black", "white")[i % 2], markersize=11,
                   label="pretrained" + f", temperature {show(same[0].key['temperature'])}" * (i > 0))
