@@ -138,7 +138,7 @@ class Config:
     eps_high: float = option(0.2, "clip: ratios above 1 + eps_high", 0)
     divergence: str = option("binary_tv", "divergence of the mask", choices=(
         "binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl"))
-    delta: float = option(0.15, "threshold of the divergence mask ([Q]: 0.15 for TV, 0.05 for KL) and the negative", 0)
+    delta: float = option(0.15, "threshold of the masks divergence (in [Q] 0.15 for TV, 0.05 for KL) and negative", 0)
     top_k: int = option(20, "K of the top-K divergences", 1)
     ratio_cap: float = option(math.inf, "C: cap of the importance weight", 0)
     anchor: str = option("rollout", "what the mask compares pi with: mu, or pi before the update, by the trainer",
@@ -149,11 +149,11 @@ class Config:
     group: int = option(8, "answers per problem with group advantages", 2)
     sampler_dtype: str = option("float32", "weights and arithmetic of the sampler", choices=("float32", "bfloat16"))
     staleness: int = option(1, "iterations for which the sampler keeps its weights, so that rollouts grow stale", 1)
-    fixed: int = option(0, "RL on this many fixed problems that the pretrained model solves sometimes", 0)
+    fixed: int = option(0, "RL on this many fixed problems, solved sometimes before (0: new ones each time)", 0)
     # the run
     seed: int = option(0, "seed of everything random", 0, 2**31)
     device: str = option("auto", "where to run", choices=("auto", "cpu", "cuda"))
-    threads: int = option(1, "CPU threads (0: as the machine has); each number gives runs of its own", 0, 1024)
+    threads: int = option(1, "CPU threads (0: as the machine has); another number rounds otherwise", 0, 1024)
     out: str = option("runs", "folder that holds all runs")
     name: str = option("", "name of the run folder (default: made from the settings)")
     eval_every: int = option(10, "iterations between two evaluations", 1)
