@@ -885,8 +885,8 @@ def force(policy, problems, places, wrong=True):
     starts, drafts, put = [], [], []
     for i, index in places:
         begin, true = prompt(*problems[i]), scratchpad(*problems[i])
-        order = logits[i, len(begin) - 1 + index].argsort(descending=True).tolist()
-        put.append(next(VOCABULARY[token] for token in order if (VOCABULARY[token] != true[index]) == wrong))
+        likeliest = decode(logits[i, len(begin) - 1 + index].argsort(descending=True)[:2])
+        put.append(likeliest.replace(true[index], "")[0] if wrong else true[index])
         starts.append(encode(begin + true[:index] + put[-1]))
         drafts.append(encode(true[index + 1:]))
     ids, _, _, _ = generate(policy, starts, drafts, max(map(len, drafts)) + 16)
@@ -1037,14 +1037,15 @@ def open_run(cfg):
 
 def fixed_problems(reference, cfg):
     """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1."""
-    rng, chosen = stream(cfg.seed, "fixed"), {}
-    for _ in range(100):
-        if len(chosen) >= cfg.fixed:
-            return list(chosen)[:cfg.fixed]
+    rng, chosen, tried = stream(cfg.seed, "fixed"), {}, 0
+    while len(chosen) < cfg.fixed:
+        if tried == 10_000:
+            raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
         problems = [rl_problem(rng, cfg) for _ in range(100)]
         expected, _ = examine(reference, problems, cfg.digits)
         chosen |= dict.fromkeys(p for p, e in zip(problems, expected) if 0.05 <= e <= 0.95)
-    raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
+        tried += len(problems)
+    return list(chosen)[:cfg.fixed]
 
 
 def train(cfg, log):

@@ -958,13 +958,17 @@ def test_problems_that_are_solved_sometimes():
     """All different, of the training part; too few of them is an error, not an endless search."""
     cfg = config(fixed=20)
     model = types.SimpleNamespace()
-    examined = lambda model, problems, digits: (torch.tensor([0.5 * (a % 2) for a, b in problems]), {})
+    seen = []
+    examined = lambda model, problems, digits: (
+        seen.extend(problems) or torch.tensor([a % 2 / 2 for a, b in problems]), {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(critkl, "examine", examined)
         chosen = critkl.fixed_problems(model, cfg)
         assert len(set(chosen)) == len(chosen) == 20 and all(a % 2 and not critkl.held_out(a, b) for a, b in chosen)
         with pytest.raises(UserError, match="--fixed 10000"):
+            seen.clear()
             critkl.fixed_problems(model, config(fixed=10000))
+    assert len(seen) == 10000
     assert critkl.fixed_problems(None, config()) == []
 
 
