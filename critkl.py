@@ -4,12 +4,10 @@
     python critkl.py --mode standard      the same with the usual KL penalty; --mode none: without one
     python critkl.py --mode dppo          the ratio clip replaced by a mask on the divergence
     python critkl.py --mode evaluate      tables of the pretrained model (or of --checkpoint FOLDER)
-    python critkl.py --mode inspect --problem 2033+5179; --mode bench
-    python critkl.py --help               every setting
+    python critkl.py --help               every setting; --mode inspect and bench
 
 Two papers, cited below by letter and equation:
-  [V] Vassoyan et al., Ignore the KL Penalty! Boosting Exploration on Critical Tokens to Enhance RL
-      Fine-Tuning, arXiv 2502.06533.
+  [V] Vassoyan et al., Ignore the KL Penalty! Boosting Exploration on Critical Tokens ..., arXiv 2502.06533.
   [Q] Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
 
 A language model that adds on a scratchpad is trained for numbers of up to N digits, then by RL on
@@ -18,11 +16,10 @@ trained, ref the frozen pretrained policy. A position t holds the state ids[:, :
 ids[:, t+1], so that all (B, T) tensors of a batch with T+1 tokens line up.
 
 Departures from the papers (D) and from their authors' released code (C); the README explains each.
-  D1  The model is small: rotary positions on half of the channels, layer norm without parameters, no biases.
+  D1  The model: rotary positions on half of the channels (--window: in the first block alone), no biases, bare norms.
   D2  Preset laptop: N = 3, and a share `dial` of the pretraining problems is drawn like RL's (others: none).
   D3  Pretraining uses Muon for the hidden matrices and AdamW for the rest.
-  D4  PPO (epochs of minibatches, whitened advantages, learning rate falling to 0) in place of A2C. One epoch
-      with one minibatch is A2C: the ratio is 1 and the gradients agree (tested).
+  D4  PPO (minibatches, whitened advantages, falling learning rate) for A2C, its case of one epoch of one minibatch.
   D5  GAE with lambda = 1: the only reward comes at the end, some 250 tokens late.
   D6  Training and evaluation problems are split by a hash of the problem, so they never overlap.
   D7  Log-ratios are cut to [-20, 20] before exp in the ratio, and at 20 in k3.
@@ -33,11 +30,11 @@ Departures from the papers (D) and from their authors' released code (C); the RE
   C1  [V] certainty is the text's negentropy; released: --certainty max_prob --certainty-temperature 4.
   C2  [V] policy and sampler use temperature 1; the released code divides logits by 2: --temperature 2.
   C3  [V] the KL term is added to the loss (the released PPO class subtracts it).
-  C4  [Q] no constant is added inside logarithms, the ratio has no cap unless asked (released: 10),
-      and the sampled token joins the top K (released: it replaces the K-th).
+  C4  [Q] no constant inside logarithms, no cap (released: 10), the sampled token joins the top K (not: for the K-th).
 """
 import argparse
 import copy
+import itertools
 import json
 import math
 import os
@@ -54,28 +51,26 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.benchmark import Timer
 
 VERSION = "1.0"
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
-
 class UserError(ValueError):
     """A mistake of the user's: printed as one line, exit code 2."""
 
-
 # ---- Configuration: one dataclass; every field is a flag, --help is made from it.
-
 PRESETS = {
     "laptop": dict(),
     "laptop7": dict(digits=7, dial=0.0, pretrain_steps=6000),
     # [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
     "paper": dict(digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000, pretrain_batch=64,
                   pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50, lr=1e-6,
-                  entropy_coef=5e-4, value_coef=0.1, kl_coef=5.0, method="pg_is"),
-}
+                  entropy_coef=5e-4, value_coef=0.1, kl_coef=5.0, method="pg_is")}
 MODES = {"pretrain": dict(penalty="none", iterations=0), "none": dict(penalty="none"),
          "standard": dict(penalty="standard"), "critical": dict(penalty="critical"),
          "dppo": dict(penalty="none", method="dppo")}
+DIVERGENCES = ("binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl")
 
 # The methods that [Q] compares, each a row: mask, its bounds, cap C and anchor of Eq. 23.
 METHODS = {
@@ -86,33 +81,27 @@ METHODS = {
     "minirl": dict(trust_region="clip", eps_high=0.28, anchor="recomputed"),
     "minirl_tis": dict(trust_region="clip", eps_high=0.28, anchor="recomputed", ratio_cap=3.0),
     "dppo": dict(trust_region="divergence"),
-    "negative_only": dict(trust_region="negative", delta=0.5),
-}
-
+    "negative_only": dict(trust_region="negative", delta=0.5)}
 
 def option(default, text, low=-math.inf, high=math.inf, choices=None):
     """A Config field with its help text and what it allows: choices, or low <= value <= high."""
     return field(default=default, metadata=dict(help=text, low=low, high=high, choices=choices))
 
-
 @dataclass
 class Config:
     mode: str = option("critical", "what to do", choices=(*MODES, "evaluate", "inspect", "bench"))
     preset: str = option("laptop", "a set of defaults", choices=(*PRESETS,))
-    # task
     digits: int = option(3, "N: pretraining covers numbers of 1 to N digits", 1, 30)
     extra: int = option(1, "k: RL problems have an operand of N+k digits", 1, 3)
     dial: float = option(0.04, "share of pretraining problems drawn like those of RL (0: strictly none)", 0, 1)
-    # model
     layers: int = option(3, "transformer blocks", 1, 96)
     width: int = option(64, "width of the residual stream", 4, 16384)
     heads: int = option(4, "attention heads", 1, 128)
-    # pretraining
+    window: int = option(0, "the first block sees this many tokens and it alone has positions (0: all see all)", 0)
     pretrain_steps: int = option(1600, "optimizer steps of pretraining", 1)
     pretrain_batch: int = option(16, "problems per pretraining step", 1)
     pretrain_lr: float = option(0.012, "learning rate of pretraining (falls linearly to 5%%)", 0, 1)
     pretrain_weight_decay: float = option(0.1, "weight decay of the hidden matrices", 0, 1)
-    # reinforcement learning
     iterations: int = option(80, "RL iterations: one batch of rollouts each", 0)
     episodes: int = option(64, "rollouts per iteration", 1)
     epochs: int = option(2, "passes over each batch of rollouts", 1, 100)
@@ -136,13 +125,11 @@ class Config:
     trust_region: str = option("clip", "trust region", choices=("clip", "divergence", "negative", "none"))
     eps_low: float = option(0.2, "clip: ratios below 1 - eps_low", 0, 1)
     eps_high: float = option(0.2, "clip: ratios above 1 + eps_high", 0)
-    divergence: str = option("binary_tv", "divergence of the mask", choices=(
-        "binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl"))
+    divergence: str = option("binary_tv", "divergence of the mask", choices=DIVERGENCES)
     delta: float = option(0.15, "threshold of the masks divergence (in [Q] 0.15 for TV, 0.05 for KL) and negative", 0)
     top_k: int = option(20, "K of the top-K divergences", 1)
     ratio_cap: float = option(math.inf, "C: cap of the importance weight", 0)
-    anchor: str = option("rollout", "what the mask compares pi with: mu, or pi before the update, by the trainer",
-                         choices=("rollout", "recomputed"))
+    anchor: str = option("rollout", "what pi is compared with: mu, or itself before", choices=("rollout", "recomputed"))
     relax: str = option("none", "ends of the clip lifted for unlikely tokens", choices=("none", "high", "low", "both"))
     relax_below: float = option(0.1, "which tokens these are: mu below this", 0, 1)
     advantage: str = option("gae", "value head, or reward less the mean of its group", choices=("gae", "group"))
@@ -150,7 +137,6 @@ class Config:
     sampler_dtype: str = option("float32", "weights and arithmetic of the sampler", choices=("float32", "bfloat16"))
     staleness: int = option(1, "iterations for which the sampler keeps its weights, so that rollouts grow stale", 1)
     fixed: int = option(0, "RL on this many fixed problems, solved sometimes before (0: new ones each time)", 0)
-    # the run
     seed: int = option(0, "seed of everything random", 0, 2**31)
     device: str = option("auto", "where to run", choices=("auto", "cpu", "cuda"))
     threads: int = option(1, "CPU threads (0: as the machine has); another number rounds otherwise", 0, 1024)
@@ -162,7 +148,6 @@ class Config:
     problem: str = option("", "inspect: the problem, for example 2033+5179")
     checkpoint: str = option("", "evaluate, inspect: a run folder whose policy is used")
     json: bool = option(False, "bench: print JSON")
-
 
 def make_config(given):
     """Config from the settings `given`; defaults < preset < mode < method < given. Raises UserError."""
@@ -189,38 +174,30 @@ def make_config(given):
             raise UserError(f"--{flag} {getattr(cfg, flag)}: allowed is {allowed}")
     return cfg
 
-
 def stream(*key):
     """A generator of its own for each (seed, purpose, iteration): nothing random has to be saved."""
     return random.Random("/".join(map(str, key)))
 
-
 # ---- Several processes, started by torchrun: each takes its rows of the same batch, every batch of rollouts
 # is gathered, gradients are summed. WORLD = 1 is the same code.
-
 def all_ranks(value):
     """The list of every process's value, in rank order; also a barrier."""
-    values = [value]
+    values = [value] * WORLD
     if WORLD > 1:
-        values = [None] * WORLD
         torch.distributed.all_gather_object(values, value)
     return values
-
 
 def sum_gradients(model):
     for p in model.parameters() if WORLD > 1 else ():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         torch.distributed.all_reduce(p.grad)
 
-
 # ---- Tokens: one character, one token. PAD fills the right end of a batch.
-
 PAD = "_"
 VOCABULARY = PAD + "\n +,-/0123456789:<=>ACDEINT[]aceghnprstu"
 TOKEN_ID = {character: i for i, character in enumerate(VOCABULARY)}
 NEWLINE, SLASH = TOKEN_ID["\n"], TOKEN_ID["/"]
 IS_DIGIT = torch.tensor([character.isdigit() for character in VOCABULARY])
-
 
 def encode(text):
     """Text to a list of token ids. Raises UserError on a character outside the vocabulary."""
@@ -229,19 +206,15 @@ def encode(text):
     except KeyError as error:
         raise UserError(f"unknown character {error.args[0]!r}; the vocabulary is {VOCABULARY[1:]!r}") from None
 
-
 def decode(ids):
     """Token ids (list or 1-D tensor) to text."""
     return "".join(VOCABULARY[int(i)] for i in ids)
 
-
 # ---- Environment: addition on a scratchpad, [V] section 3.1. State: the text so far. Action: a character.
 # Reward: 0, and 1 at the end for a right result.
-
 def prompt(a, b):
     """The text the model is given: "Input:\\n128+367\\nTarget:"."""
     return f"Input:\n{a}+{b}\nTarget:"
-
 
 def scratchpad(a, b):
     """The response it should give, from the newline after the prompt to the newline after the result.
@@ -264,12 +237,10 @@ def scratchpad(a, b):
     lines.append(f"[] + [] , A={show(result)} C={carry} , END")
     return "\n<scratch>\n" + "\n".join(lines) + "\n</scratch>\n" + " ".join(str(a + b)) + "\n"
 
-
 def is_correct(a, b, response):
     """The reward: is the line after "</scratch>" the spaced digits of a+b? False on any other text."""
     answer, newline, _ = response.partition("</scratch>\n")[2].partition("\n")
     return newline == "\n" and answer == " ".join(str(a + b))
-
 
 def parse_problem(text):
     """ "2033+5179" to (2033, 5179). Raises UserError."""
@@ -277,11 +248,9 @@ def parse_problem(text):
         raise UserError(f"--problem {text}: must be two numbers without leading zeros, like 2033+5179")
     return tuple(map(int, text.split("+")))
 
-
 def held_out(a, b):
     """One problem in ten is kept for evaluation, so that no training problem is ever tested on (D6)."""
     return zlib.crc32(f"{a}+{b}".encode()) % 10 == 0
-
 
 def draw(rng, lengths, test=False):
     """One problem (a, b), its operands of the given lengths in any order, from the training or the test part."""
@@ -291,12 +260,10 @@ def draw(rng, lengths, test=False):
         if held_out(a, b) == test:
             return a, b
 
-
 def rl_problem(rng, cfg):
     """One operand has N+k digits, the other half of the time 1 to N, else N+1 to N+k ([V] code)."""
     n = cfg.digits + cfg.extra
     return draw(rng, [n, rng.randint(1, cfg.digits) if rng.random() < 0.5 else rng.randint(cfg.digits + 1, n)])
-
 
 def pretraining_problem(rng, cfg):
     """The longer operand has 1 to N digits, balanced; a share `dial` are RL problems (D2)."""
@@ -305,12 +272,10 @@ def pretraining_problem(rng, cfg):
     n = rng.randint(1, cfg.digits)
     return draw(rng, [n, rng.randint(1, n)])
 
-
 def test_set(n, count, seed, kind="varying"):
     """`count` held-out problems, [V] appendix A: an operand has n digits, the other 1 to n, or n ("identical")."""
     rng = stream(seed, "test", kind, n)
     return [draw(rng, [n, n if kind == "identical" else rng.randint(1, n)], test=True) for _ in range(count)]
-
 
 def collate(prompts, responses):
     """Token lists to ids (B, L), right-padded, and mask (B, L-1): True where ids[:, t+1] is a response."""
@@ -319,18 +284,13 @@ def collate(prompts, responses):
     position = torch.arange(1, ids.shape[1])
     return ids, (position >= begin) & (position < begin + length)
 
-
 def true_batch(problems, device="cpu"):
     """ids (B, L) and mask (B, L-1) of the problems with their true scratchpads."""
     batch = collate([encode(prompt(*p)) for p in problems], [encode(scratchpad(*p)) for p in problems])
     return tuple(x.to(device) for x in batch)
 
-
 # ---- Model: a small pre-norm transformer with tied embeddings, rotary positions and a value head.
-
-def norm(x):
-    return F.layer_norm(x, x.shape[-1:])
-
+norm = lambda x: F.layer_norm(x, x.shape[-1:])
 
 class Block(nn.Module):
     def __init__(self, width, heads):
@@ -346,9 +306,10 @@ class Block(nn.Module):
     def forward(self, x, rotation, cache=None, mask=None, rows=None, positions=None):
         B, T, C = x.shape
         qkv = self.qkv(norm(x)).view(B, T, 3, self.heads, C // self.heads)
-        qk = torch.view_as_complex(qkv[:, :, :2].float().reshape(B, T, 2, self.heads, -1, 2)) * rotation
-        q, k = torch.view_as_real(qk).flatten(-2).to(qkv.dtype).unbind(2)
-        v = qkv[:, :, 2]
+        q, k, v = qkv.unbind(2)
+        if rotation is not None:
+            qk = torch.view_as_complex(qkv[:, :, :2].float().reshape(B, T, 2, self.heads, -1, 2)) * rotation
+            q, k = torch.view_as_real(qk).flatten(-2).to(qkv.dtype).unbind(2)
         if cache is not None:                                        # (2, B, L, heads, C // heads)
             cache[0][rows, positions], cache[1][rows, positions] = k.to(cache.dtype), v.to(cache.dtype)
             if mask is not None:
@@ -358,14 +319,14 @@ class Block(nn.Module):
         x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
         return x + self.down(F.gelu(self.up(norm(x))))
 
-
 class GPT(nn.Module):
     """ids (B, T) to logits (B, T, V), float32 and divided by the temperature, and values (B, T).
+    With a window the first block attends to that many tokens, and it alone knows their positions (D1).
     The value head reads the features but its loss does not change them (D8)."""
 
-    def __init__(self, layers, width, heads):
+    def __init__(self, layers, width, heads, window=0):
         super().__init__()
-        self.temperature = 1.0
+        self.temperature, self.window = 1.0, window
         self.embedding = nn.Embedding(len(VOCABULARY), width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.value_head = nn.Linear(width, 1)
@@ -388,11 +349,11 @@ class GPT(nn.Module):
         start[i] and attends to what `cache` holds before it. The cache is written in place.
         float32 on the CPU, bfloat16 autocast on CUDA."""
         B, T = ids.shape
-        positions, mask = torch.arange(T, device=ids.device)[None], None
-        rows = torch.arange(B, device=ids.device)[:, None]
+        rows, positions, L = torch.arange(B, device=ids.device)[:, None], torch.arange(T, device=ids.device)[None], T
         if start is not None:
-            positions = start[:, None] + positions                   # (B, T)
-            mask = torch.arange(int(start.max()) + T, device=ids.device) <= positions[:, None, :, None]
+            positions, L = start[:, None] + positions, int(start.max()) + T    # (B, T)
+        back = positions[:, None, :, None] - torch.arange(L, device=ids.device)
+        mask, near = None if start is None else back >= 0, (back >= 0) & (back < self.window)
         with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
             x = norm(self.embedding(ids))
             pairs = x.shape[-1] // self.blocks[0].heads // 2
@@ -401,25 +362,23 @@ class GPT(nn.Module):
             angle = positions[..., None] * frequency
             rotation = torch.polar(torch.ones_like(angle), angle)[:, :, None, None]
             for i, block in enumerate(self.blocks):
-                x = block(x, rotation, None if cache is None else cache[i], mask, rows, positions)
+                local = self.window and i == 0
+                x = block(x, rotation if local or not self.window else None, None if cache is None else cache[i],
+                          near if local else mask, rows, positions)
             x = norm(x)
             logits, values = F.linear(x, self.embedding.weight), self.value_head(x.detach()).squeeze(-1)
         return logits.float() / self.temperature, values.float()
-
 
 def token_logp(logits, actions):
     """log softmax(logits)[actions]: (..., V), (...) to (...), in float32."""
     return logits.float().log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1)
 
-
 # ---- Pretraining: supervised, from scratch, loss on response tokens only, [V] section 3.2.
-
 def pretraining_optimizers(model, cfg):
     rest = [model.embedding.weight, *model.value_head.parameters()]
     return [torch.optim.Muon(model.blocks.parameters(), lr=cfg.pretrain_lr, weight_decay=cfg.pretrain_weight_decay,
                              adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(rest, lr=cfg.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.0)]
-
 
 def pretraining_batches(cfg, group):
     """Four batches of problems, sorted by length before they are cut: less padding."""
@@ -429,7 +388,6 @@ def pretraining_batches(cfg, group):
     batches = [problems[i:i + cfg.pretrain_batch] for i in range(0, len(problems), cfg.pretrain_batch)]
     rng.shuffle(batches)
     return batches
-
 
 def pretraining_step(model, optimizers, batch, progress, cfg):
     """One step of both optimizers on a batch of problems; `progress` in [0, 1) sets the learning rate."""
@@ -448,20 +406,17 @@ def pretraining_step(model, optimizers, batch, progress, cfg):
         optimizer.step()
     return loss
 
-
 def pretrain(cfg, log):
     """The pretrained model of `cfg` and its seconds. It is cached; a stopped one goes on where it was."""
     path = Path(cfg.out) / f"pretrained-{fingerprint(cfg, PRETRAINING_FIELDS)}.pt"
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg.layers, cfg.width, cfg.heads).to(cfg.device)
+    model = GPT(cfg.layers, cfg.width, cfg.heads, cfg.window).to(cfg.device)
     optimizers = pretraining_optimizers(model, cfg)
     step, seconds, batches = 0, 0.0, []
     if path.exists():
-        saved = load(path, cfg.device, "step", "seconds", "model", "optimizers")
-        restore(model, saved["model"], path)
-        for optimizer, state in zip(optimizers, saved["optimizers"]):
-            restore(optimizer, state, path)
-        step, seconds = saved["step"], saved["seconds"]
+        step, seconds, states = load(path, cfg.device, dict(model=model), "step", "seconds", "optimizers")
+        for optimizer, state in zip(optimizers, states):             # none once it is complete
+            optimizer.load_state_dict(state)
     began = time.time() - seconds
     while step < cfg.pretrain_steps:
         if step % 4 == 0 or not batches:
@@ -480,25 +435,20 @@ def pretrain(cfg, log):
     model.temperature = cfg.temperature
     return model, seconds
 
-
 # ---- Sampling with a KV cache. The true scratchpad serves as a draft: one parallel pass scores all of it,
 # each row keeps its own samples up to the first that differs from the draft, and goes on from there
 # with the rest of the draft as the next guess. Every token kept is the sample that decoding one token
 # at a time would have drawn from the same Gumbel noise, so this is exact sampling from the policy.
-
-MATCH = 4  # characters that must read alike where a guess is resumed
-
-
 def gumbel(seed, *shape):
     """Gumbel noise: argmax(log p + noise) is a sample from p."""
     return -torch.empty(shape).exponential_(generator=torch.Generator().manual_seed(seed)).log()
 
-
 @torch.no_grad()
-def generate(policy, prompts, drafts, limit, noise=None, window=24):
+def generate(policy, prompts, drafts, limit, noise=None, window=24, match=4):
     """Sample one response for each prompt; greedy without noise.
     prompts, drafts: lists of B token lists; a draft may be empty or wrong: it only costs time.
-    limit: most response tokens. noise: (B, longest prompt + limit, V) or None.
+    limit: most response tokens. noise: (B, longest prompt + limit, V) or None. window: tokens read in a round
+    after the first; match: characters that must read alike where the draft is resumed.
     A response ends with the second newline after its first "/", or at the limit.
     Returns ids (B, L), mask (B, L-1), logits (B, L-1, V) and values (B, L-1) of the policy on them."""
     B, V, device = len(prompts), len(VOCABULARY), policy.device
@@ -508,14 +458,13 @@ def generate(policy, prompts, drafts, limit, noise=None, window=24):
     size = max(int(begin.max()) + limit, width + 1) + window
     draft = F.pad(draft, (0, size - width - 1), value=TOKEN_ID[PAD])
     column = torch.arange(size, device=device)
-    back = torch.arange(1 - MATCH, 1, device=device)
+    back = torch.arange(1 - match, 1, device=device)
     digit = IS_DIGIT.to(device)
     shape_of = lambda ids: torch.where(digit[ids], TOKEN_ID["0"], ids)
     if noise is not None:
-        noise = F.pad(noise, (0, 0, 0, size - noise.shape[1]))       # past the limit nothing is kept
+        noise = F.pad(noise.to(device), (0, 0, 0, size - noise.shape[1]))      # past the limit nothing is kept
     ids, length = draft.clone(), torch.zeros_like(begin)
-    logits = torch.zeros(B, size, V, device=device)
-    values = torch.zeros(B, size, device=device)
+    logits, values = torch.zeros(B, size, V, device=device), torch.zeros(B, size, device=device)
     cache = policy.new_cache(B, size)
     # the state of the rows that still write: text holds settled tokens, then the guess
     rows, text, fed, shift = torch.arange(B, device=device), draft.clone(), torch.zeros_like(begin), 0 * begin
@@ -551,30 +500,23 @@ def generate(policy, prompts, drafts, limit, noise=None, window=24):
     mask = (column[:L - 1] >= begin[:, None] - 1) & (column[:L - 1] < length[:, None] - 1)
     return ids, mask, logits[:, :L - 1], values[:, :L - 1]
 
-
 # ---- Masked statistics: one mean for losses and diagnostics.
-
 def masked_mean(x, mask):
     """Mean of x where mask is True (same shapes); 0 if it never is. What is masked has no gradient."""
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
-
 
 def whiten(x, mask):
     """x shifted and scaled to mean 0 and (population) variance 1 over the mask; 0 outside."""
     centered = torch.where(mask, x - masked_mean(x, mask), 0)
     return centered * (masked_mean(centered ** 2, mask) + 1e-8).rsqrt()
 
-
 # ---- KL penalty, [V] section 4.
-
 LOG_LIMIT = 20.0  # |log-ratio| is cut here before exp (D7)
-
 
 def entropy(logits):
     """Entropy of the policy, (..., V) to (...), in nats."""
     logp = logits.float().log_softmax(-1)
     return -(logp.exp() * torch.where(logp > -math.inf, logp, 0)).sum(-1)
-
 
 def certainty(logits, kind="negentropy"):
     """Certainty J of a policy, in [0, 1]: (..., V) to (...). 1 for one-hot, 0 for uniform.
@@ -585,16 +527,13 @@ def certainty(logits, kind="negentropy"):
     uncertainty = entropy(logits) if kind == "negentropy" else -logits.float().log_softmax(-1).max(-1).values
     return (1 - uncertainty / math.log(logits.shape[-1])).clamp(0, 1)
 
-
 def reference_certainty(logits_ref, cfg):
     """J as `cfg` asks for it, from logits that the model has divided by cfg.temperature."""
     return certainty(logits_ref * (cfg.temperature / (cfg.certainty_temperature or cfg.temperature)), cfg.certainty)
 
-
 def kl_weight(certainty, beta):
     """Weight J^beta of the prioritized penalty, [V] Eq. 1; beta = 0 gives 1, the standard penalty."""
     return certainty ** beta
-
 
 def kl_estimate(logp, logp_ref, kind):
     """Estimate of KL(pi || ref) from actions drawn from pi, (B, T) to (B, T), in nats.
@@ -609,11 +548,9 @@ def kl_estimate(logp, logp_ref, kind):
         return torch.expm1((-log_ratio).clamp(max=LOG_LIMIT)) + log_ratio
     raise UserError(f"KL estimator {kind}: allowed are k1, k2, k3")
 
-
 def kl_exact(logits, logits_ref):
     """KL(pi || ref) over the whole vocabulary, (..., V) to (...), in nats."""
     return expected_log_ratio(logits.float().log_softmax(-1), logits_ref.float().log_softmax(-1))
-
 
 def expected_log_ratio(logp, logq):
     """sum p (log p - log q) over the last dimension; what has p = 0 adds 0, what has q = 0 < p gives inf."""
@@ -621,33 +558,32 @@ def expected_log_ratio(logp, logq):
     logp, logq = torch.where(possible, logp, -math.inf), torch.where(possible, logq, 0)
     return (logp.exp() * torch.where(possible, logp - logq, 0)).sum(-1)
 
-
 # ---- Trust region, [Q] section 4.
-
 @torch.no_grad()
 def divergence(mu_logits, pi_logits, actions, kind, top_k=20):
     """Divergence D(mu || pi) of the next-token distributions, (..., V), (..., V), (...) to (...).
     kind: "binary_tv", "binary_kl": the sampled token or not, [Q] Eq. 13, 14; "topk_tv", "topk_kl": the
     top K of mu with the sampled token, the rest as one, Eq. 15, 16 (K > V counts as V); "tv", "kl": all
     of V. TV in [0, 1], KL in nats (inf where pi = 0 < mu). No gradient: it only makes a mask."""
-    family, _, measure = ("full_" + kind if kind in ("tv", "kl") else kind).partition("_")
-    if family not in ("binary", "topk", "full") or measure not in ("tv", "kl"):
-        raise UserError(f"divergence {kind}: allowed are binary_tv, binary_kl, topk_tv, topk_kl, tv, kl")
+    if kind not in DIVERGENCES:
+        raise UserError(f"divergence {kind}: allowed are {', '.join(DIVERGENCES)}")
     logs = [mu_logits.float().log_softmax(-1), pi_logits.float().log_softmax(-1)]
     if kind == "binary_tv":
         mu, pi = (logp.gather(-1, actions[..., None]).squeeze(-1).exp() for logp in logs)
         return (mu - pi).abs()
-    if family != "full":
+    if kind not in ("tv", "kl"):
         named = torch.zeros_like(logs[0], dtype=torch.bool).scatter(-1, actions[..., None], True)
-        if family == "topk":
-            named = named.scatter(-1, logs[0].topk(min(top_k, logs[0].shape[-1])).indices, True)
+        if kind.startswith("topk"):
+            named = named.scatter(-1, logs[0].topk(min(top_k, logs[0].shape[-1]), sorted=False).indices, True)
+        if kind == "topk_tv":                                        # the rest moves as one
+            moved = logs[0].exp() - logs[1].exp()
+            return ((moved.abs() * named).sum(-1) + (moved * ~named).sum(-1).abs()) / 2
         # the tail, log(1 - sum of the named), from its own logits: 1 - p would round to 0
         logs = [torch.cat((torch.where(named, logp, -math.inf),
                            torch.where(named, -math.inf, logp).logsumexp(-1, keepdim=True)), -1) for logp in logs]
-    if measure == "kl":
+    if kind.endswith("kl"):
         return expected_log_ratio(*logs)
     return (logs[0].exp() - logs[1].exp()).abs().sum(-1) / 2
-
 
 def trust_region_mask(ratio, advantages, divergence, delta):
     """M of [Q] Eq. 12, (B, T) bool, True = keep. A token is dropped if it is beyond delta and its update
@@ -655,23 +591,19 @@ def trust_region_mask(ratio, advantages, divergence, delta):
     outward = (advantages > 0) & (ratio > 1) | (advantages < 0) & (ratio < 1)
     return ~(outward & (divergence > delta))
 
-
 # ---- Advantages and losses.
-
 def gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the mask.
     Each row of the mask is one run of True. The episode ends after it, also where it was cut off by the
     length limit: nothing is bootstrapped."""
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
     advantages = torch.zeros_like(values)
-    following = torch.zeros_like(values[:, 0])                       # advantage and value at t+1
-    next_value = following
+    following = next_value = torch.zeros_like(values[:, 0])          # advantage and value at t+1
     for t in reversed(range(values.shape[1])):
         error = rewards[:, t] + gamma * next_value - values[:, t]
         advantages[:, t] = following = torch.where(mask[:, t], error + gamma * lam * following, 0)
         next_value = values[:, t]
     return advantages, advantages + values
-
 
 def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.2, eps_high=0.2, divergence=None,
                 delta=0.15, ratio_cap=math.inf, logp_anchor=None):
@@ -703,18 +635,15 @@ def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.
     loss = -masked_mean(torch.where(keep, weight, stopped) * advantages, mask)
     with torch.no_grad():
         drift = torch.where(mask, logp.exp() - logp_mu.exp(), 0)     # pi - mu of the sampled token
-        info = dict(masked=masked_mean((~keep).float(), mask),
-                    masked_positive=masked_mean((~keep & (advantages > 0)).float(), mask),
-                    masked_negative=masked_mean((~keep & (advantages < 0)).float(), mask),
+        share = lambda these: masked_mean(these.float(), mask)       # of the response tokens; bad: [Q] 5.3
+        info = dict(masked=share(~keep), masked_positive=share(~keep & (advantages > 0)),
+                    masked_negative=share(~keep & (advantages < 0)), bad=share((advantages < 0) & (drift <= -0.5)),
                     ratio_max=torch.where(mask, ratio, 1).max(), ratio_min=torch.where(mask, ratio, 1).min(),
                     kl_mu=masked_mean(kl_estimate(logp_mu, logp, "k3"), mask),
-                    drift=masked_mean(drift, mask), drift_max=drift.max(), drift_min=drift.min(),
-                    bad=masked_mean(((advantages < 0) & (drift <= -0.5)).float(), mask))  # [Q] 5.3
+                    drift=masked_mean(drift, mask), drift_max=drift.max(), drift_min=drift.min())
     return loss, info
 
-
 # ---- The loop: rollout, update.
-
 @dataclass
 class Rollout:
     """One batch of episodes under mu; no tensor here carries a gradient."""
@@ -725,34 +654,26 @@ class Rollout:
     values: torch.Tensor              # (B, T) float32
     correct: torch.Tensor             # (B,) float32: the reward at the end of each episode
     problems: list                    # B pairs (a, b)
-    # filled in by `prepare`
-    advantages: torch.Tensor = None   # (B, T) float32, whitened over the mask
+    advantages: torch.Tensor = None   # (B, T) float32, whitened over the mask; from here on filled in by `prepare`
     returns: torch.Tensor = None      # (B, T) float32
     logits_ref: torch.Tensor = None   # (B, T, V) float32: the reference's
     anchor: torch.Tensor = None       # (B, T, V) float32: what the mask compares pi with, mu's or recomputed
     kl_weights: torch.Tensor = None   # (B, T) float32: J^beta, or 1
 
-
 def rollout(policy, problems, seed=None):
     """Sample one answer to each problem (greedy without a seed) and grade it. With several processes each
     samples its share, and all of them get the whole batch."""
     prompts, drafts = [encode(prompt(*p)) for p in problems], [encode(scratchpad(*p)) for p in problems]
-    limit = max(map(len, drafts)) + 16
-    noise = None
-    if seed is not None:
-        noise = gumbel(seed, len(problems), max(map(len, prompts)) + limit, len(VOCABULARY)).to(policy.device)
-    mine = slice(RANK * len(problems) // WORLD, (RANK + 1) * len(problems) // WORLD)
-    parts = generate(policy, prompts[mine], drafts[mine], limit, noise if noise is None else noise[mine])
+    limit, mine = max(map(len, drafts)) + 16, slice(*(r * len(problems) // WORLD for r in (RANK, RANK + 1)))
+    noise = None if seed is None else gumbel(seed, len(problems), max(map(len, prompts)) + limit, len(VOCABULARY))
+    parts = generate(policy, prompts[mine], drafts[mine], limit, None if seed is None else noise[mine])
     if WORLD > 1:
-        parts = [[x.to(policy.device) for x in part] for part in zip(*all_ranks([x.cpu() for x in parts]))]
-        L = max(x.shape[1] for x in parts[0])
-        parts = [torch.cat([F.pad(x, (0, 0) * (x.ndim - 2) + (0, L - (i > 0) - x.shape[1])) for x in part])
-                 for i, part in enumerate(parts)]
+        parts = [nn.utils.rnn.pad_sequence([row for part in found for row in part], batch_first=True).to(policy.device)
+                 for found in zip(*all_ranks([x.cpu() for x in parts]))]
     ids, mask, logits, values = parts
     correct = [is_correct(*p, decode(row[1:][m])) for p, row, m in zip(problems, ids.cpu(), mask.cpu())]
     return Rollout(ids, mask, logits, token_logp(logits, ids[:, 1:]), values,
                    torch.tensor(correct, dtype=torch.float32, device=policy.device), problems)
-
 
 @torch.no_grad()
 def prepare(batch, policy, reference, cfg):
@@ -764,22 +685,19 @@ def prepare(batch, policy, reference, cfg):
     if cfg.advantage == "group":                                     # not divided by the deviation, [Q]
         grouped = batch.correct.view(-1, cfg.group)
         batch.advantages = (grouped - grouped.mean(1, keepdim=True)).view(-1, 1).expand_as(batch.mask)
-    batch.anchor = batch.logits
-    if cfg.anchor == "recomputed":
-        batch.anchor, _ = policy(batch.ids[:, :-1])
+    batch.anchor = batch.logits if cfg.anchor == "rollout" else policy(batch.ids[:, :-1])[0]
     if cfg.penalty != "none":
         batch.logits_ref, _ = reference(batch.ids[:, :-1])
         J = reference_certainty(batch.logits_ref, cfg)
         batch.kl_weights = kl_weight(J, cfg.beta if cfg.penalty == "critical" else 0.0)
-
 
 def ppo_loss(policy, batch, rows, cfg):
     """L = L_RL + alpha L_KL + value and entropy terms on some rows of a batch; returns (scalar, info)."""
     T = int(batch.mask[rows].any(0).nonzero().max()) + 1             # without padding that all rows share
     ids, mask = batch.ids[rows, :T + 1], batch.mask[rows, :T]
     logits, values = policy(ids[:, :-1])
-    actions, logp, apart = ids[:, 1:], token_logp(logits, ids[:, 1:]), None
-    logp_mu, anchor, terms = batch.logp[rows, :T], batch.anchor[rows, :T], {}
+    actions, logp, terms = ids[:, 1:], token_logp(logits, ids[:, 1:]), {}
+    logp_mu, anchor, apart = batch.logp[rows, :T], batch.anchor[rows, :T], None
     if cfg.trust_region == "divergence":
         apart = divergence(anchor, logits, actions, cfg.divergence, cfg.top_k)
     unlikely = logp_mu.exp() < cfg.relax_below                       # [Q] section 6
@@ -798,14 +716,12 @@ def ppo_loss(policy, batch, rows, cfg):
               kl_estimate(logp, token_logp(logits_ref, actions), cfg.kl_kind))
         terms["kl_ref"] = masked_mean(kl.detach(), mask)
         terms["penalty"] = masked_mean(batch.kl_weights[rows, :T] * kl, mask)   # [V] Eq. 1
-        if cfg.kl_coef:
-            loss = loss + cfg.kl_coef * terms["penalty"]
+        loss = loss + cfg.kl_coef * terms["penalty"] if cfg.kl_coef else loss
     with torch.set_grad_enabled(cfg.entropy_coef > 0):
         terms["entropy"] = masked_mean(entropy(logits), mask)
     if cfg.entropy_coef:
         loss = loss - cfg.entropy_coef * terms["entropy"]
     return loss, info | {name: term.detach() for name, term in terms.items()}
-
 
 def update(policy, optimizer, batch, cfg, iteration):
     """Some epochs of minibatches; returns the diagnostics: extremes of ..._max and ..._min, else means."""
@@ -817,12 +733,11 @@ def update(policy, optimizer, batch, cfg, iteration):
             rows = order[i:i + cfg.minibatch]
             mine = rows[RANK::WORLD]
             loss, info = ppo_loss(policy, batch, mine, cfg)
-            share = batch.mask[mine].sum() / batch.mask[rows].sum()
+            info["share"] = batch.mask[mine].sum() / batch.mask[rows].sum()
             optimizer.zero_grad()
-            (loss * share).backward()
+            (loss * info["share"]).backward()
             sum_gradients(policy)
-            grad_norm = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
-            info |= dict(grad_norm=grad_norm, share=share)
+            info["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
             if bad := [name for name, term in info.items() if not term.isfinite()]:
                 raise UserError(f"iteration {iteration}: {', '.join(bad)} not finite; stopped before the step")
             optimizer.step()
@@ -831,17 +746,14 @@ def update(policy, optimizer, batch, cfg, iteration):
     means = {name: sum(i[name] * i["share"] for i in infos) / sum(i["share"] for i in infos) for name in infos[0]}
     for extreme, suffix in ((max, "_max"), (min, "_min")):
         means |= {name: extreme(i[name] for i in infos) for name in means if name.endswith(suffix)}
-    variance = masked_mean((batch.returns - masked_mean(batch.returns, batch.mask)) ** 2, batch.mask).item()
-    left = masked_mean((batch.returns - batch.values) ** 2, batch.mask).item()
-    explained = 1 - left / variance if variance > 1e-8 else 0.0      # all returns alike: nothing to explain
+    spread, left = (masked_mean((batch.returns - x) ** 2, batch.mask).item()
+                    for x in (masked_mean(batch.returns, batch.mask), batch.values))
+    explained = 1 - left / spread if spread > 1e-8 else 0.0          # all returns alike: nothing to explain
     return means | dict(reward=batch.correct.mean().item(), explained_variance=explained)
-
 
 # ---- Evaluation. Under teacher forcing the product of the token probabilities is the exact probability of
 # sampling the true scratchpad: one pass, no sampling noise, a lower bound of graded success.
-
 SETS = ("N", "N+1", "N+2", "N+3")  # digits of the longer operand
-
 
 def critical_tokens(a, b, digits):
     """Name to index in scratchpad(a, b) of each critical token, [V] appendix B.
@@ -859,7 +771,6 @@ def critical_tokens(a, b, digits):
         start += len(line) + 1
     return found
 
-
 @torch.no_grad()
 def examine(model, problems, digits):
     """Teacher forcing on the true scratchpads: (n,) probabilities of sampling them, and a dict from the
@@ -874,7 +785,6 @@ def examine(model, problems, digits):
             for name, index in critical_tokens(a, b, digits).items():
                 critical.setdefault(name, []).append(math.exp(row[len(prompt(a, b)) - 1 + index]))
     return torch.cat(expected), {name: sum(p) / len(p) for name, p in sorted(critical.items())}
-
 
 @torch.no_grad()
 def force(policy, problems, places, wrong=True):
@@ -893,13 +803,11 @@ def force(policy, problems, places, wrong=True):
     answers = [decode(row).rstrip(PAD)[len(prompt(*problems[i])):] for row, (i, _) in zip(ids, places)]
     return put, torch.tensor([is_correct(*problems[i], text) for text, (i, _) in zip(answers, places)])
 
-
 def bootstrap(values, resamples=1000):
     """Mean of (n,) values and its 95% interval by resampling: (mean, low, high)."""
     index = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(0))
     low, high = values[index].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
     return values.mean().item(), low, high
-
 
 def test_accuracy(model, cfg, count):
     """Expected success on the varying sets: ({"N": (mean, low, high), "N+1": ...}, critical of N+k)."""
@@ -907,24 +815,19 @@ def test_accuracy(model, cfg, count):
              for k, name in enumerate(SETS[:max(3, cfg.extra + 1)])}
     return {name: bootstrap(expected) for name, (expected, _) in found.items()}, found[SETS[cfg.extra]][1]
 
-
 # ---- Saving: every file is written beside its place and renamed, so that it is whole or absent.
-
 FREE_FIELDS = ("out", "name", "json", "preset")  # they do not change what a run computes
-PRETRAINING_FIELDS = ("digits", "extra", "dial", "layers", "width", "heads", "pretrain_steps", "pretrain_batch",
-                      "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
-
+PRETRAINING_FIELDS = ("digits", "extra", "dial", "layers", "width", "heads", "window", "pretrain_steps",
+                      "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
 
 def fingerprint(cfg, names):
     """Eight hexadecimal digits that change with any of the named settings or with the versions."""
     content = json.dumps([VERSION, torch.__version__] + [getattr(cfg, name) for name in names])
     return f"{zlib.crc32(content.encode()):08x}"
 
-
 def run_folder(cfg):
     names = [f.name for f in fields(Config) if f.name not in FREE_FIELDS + ("seed",)]
     return Path(cfg.out) / f"{cfg.mode}-{cfg.name or fingerprint(cfg, names)}-seed{cfg.seed}"
-
 
 def write(path, content):
     """Text, or a dict as a checkpoint (.pt) or as JSON, to a file, atomically."""
@@ -942,43 +845,31 @@ def write(path, content):
     finally:
         beside.unlink(missing_ok=True)
 
-
-def load(path, device, *names):
-    """A checkpoint that holds `names`: tensors and plain values, nothing is unpickled. Raises UserError."""
+def load(path, device, parts, *names):
+    """Put the state_dicts of a checkpoint into its `parts` (name to module or optimizer) and return the list of
+    its values of other names. Nothing is unpickled but tensors and plain values. Raises UserError."""
     try:
         state = dict(torch.load(path, map_location=device, weights_only=True))
-        version, _ = state["version"], [state[name] for name in names]
+        if state["version"] != VERSION:
+            raise UserError(f"made by version {state['version']}")
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+        return [state[name] for name in names]
     except Exception as error:  # what torch.load raises on other files is not documented
-        raise UserError(f"{path}: not a checkpoint of critkl ({type(error).__name__})") from None
-    if version != VERSION:
-        raise UserError(f"{path}: made by version {version}, this is {VERSION}")
-    return state
-
-
-def restore(part, state, path):
-    """A state_dict into a module or optimizer. Raises UserError if it is of another shape."""
-    try:
-        part.load_state_dict(state)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"{path}: of another configuration, {' '.join(str(error).split())[-200:]}") from None
-
+        raise UserError(f"{path}: not a checkpoint of critkl {VERSION}, or of another configuration "
+                        f"({type(error).__name__}: {' '.join(str(error).split())[-200:]})") from None
 
 def csv_text(rows):
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [[f"{row[n]:.6g}" if n in row else "" for n in names] for row in rows]
     return "\n".join(map(",".join, [names] + lines)) + "\n"
 
-
 def peak_memory_mb(device):
     """Peak of this process on the CPU, of the allocator on a GPU, in MB."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.nan
+    if device == "cuda" or sys.platform == "win32":
+        return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else math.nan
+    import resource                                                  # Windows has none
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
 
 class Log:
     """What a run prints: one live line on a terminal, elsewhere a plain line every 20 seconds. It also
@@ -1006,26 +897,23 @@ class Log:
             self.last = now
             self.line(f"{what} {step}/{total}  {detail()}  {left:.0f} s left", end="" if self.live else "\n")
 
-
 # ---- Runs.
-
-def read_settings(folder):
-    """The settings in a run folder's config.json. Raises UserError."""
+def read_settings(folder, cfg=None, names=()):
+    """The settings in a run folder's config.json. Raises UserError, also where a named one is not that of `cfg`."""
     try:
-        return dict(json.loads((Path(folder) / "config.json").read_text())["settings"])
+        there = dict(json.loads((Path(folder) / "config.json").read_text())["settings"])
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}: not a run folder, or its config.json is damaged") from None
-
+    for name in names:
+        if there.get(name) != getattr(cfg, name):
+            raise UserError(f"{folder}: holds a run with {name} {there.get(name)}, not {getattr(cfg, name)}")
+    return there
 
 def open_run(cfg):
     """Make the run folder, or check that the one there has the same settings."""
     folder = run_folder(cfg)
     if (folder / "config.json").exists():
-        there = read_settings(folder)
-        for name, value in asdict(cfg).items():
-            if name not in FREE_FIELDS and there.get(name) != value:
-                raise UserError(f"{folder}: holds a run with {name} {there.get(name)}, not {value}; choose "
-                                f"another --name or --out")
+        read_settings(folder, cfg, [f.name for f in fields(Config) if f.name not in FREE_FIELDS])
         for left in folder.glob(".*.[0-9]*") if RANK == 0 else ():   # half-written by a run that was killed
             left.unlink()
     elif RANK == 0:
@@ -1034,19 +922,16 @@ def open_run(cfg):
             machine=platform.platform(), processes=WORLD))
     return folder
 
-
 def fixed_problems(reference, cfg):
     """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1."""
-    rng, chosen, tried = stream(cfg.seed, "fixed"), {}, 0
-    while len(chosen) < cfg.fixed:
-        if tried == 10_000:
-            raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
+    rng, chosen = stream(cfg.seed, "fixed"), {}
+    for _ in range(100):
         problems = [rl_problem(rng, cfg) for _ in range(100)]
         expected, _ = examine(reference, problems, cfg.digits)
         chosen |= dict.fromkeys(p for p, e in zip(problems, expected) if 0.05 <= e <= 0.95)
-        tried += len(problems)
-    return list(chosen)[:cfg.fixed]
-
+        if len(chosen) >= cfg.fixed:
+            return list(chosen)[:cfg.fixed]
+    raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
 
 def train(cfg, log):
     """Pretrain (or load), fine-tune, evaluate, save: the whole of one run. Returns its summary."""
@@ -1060,14 +945,12 @@ def train(cfg, log):
     sampler = copy.deepcopy(policy).to(getattr(torch, cfg.sampler_dtype))
     done, rows, recent, seconds = 0, [], [], 0.0
     if (folder / "checkpoint.pt").exists():
-        parts, values = dict(policy=policy, sampler=sampler, optimizer=optimizer), ("done", "rows", "recent", "seconds")
-        state = load(folder / "checkpoint.pt", cfg.device, *parts, *values)
-        for name, part in parts.items():
-            restore(part, state[name], folder)
-        done, rows, recent, seconds = (state[name] for name in values)
+        done, rows, recent, seconds = load(
+            folder / "checkpoint.pt", cfg.device, dict(policy=policy, sampler=sampler, optimizer=optimizer),
+            "done", "rows", "recent", "seconds")
         log.line(f"{folder}: goes on from iteration {done}")
     all_ranks(None)                                                  # nobody writes before all have read
-    began, fixed = time.time() - seconds, fixed_problems(reference, cfg)
+    began, fixed = time.time() - seconds, fixed_problems(reference, cfg) if cfg.fixed else []
 
     def keep():
         if RANK == 0:
@@ -1089,8 +972,7 @@ def train(cfg, log):
             keep()
         if done == cfg.iterations:
             break
-        for group in optimizer.param_groups:
-            group["lr"] = cfg.lr * (1 - done / cfg.iterations)
+        lr = optimizer.param_groups[0]["lr"] = cfg.lr * (1 - done / cfg.iterations)
         rng, answers = stream(cfg.seed, "problems", done), cfg.group if cfg.advantage == "group" else 1
         problems = [rng.choice(fixed) if fixed else rl_problem(rng, cfg) for _ in range(cfg.episodes // answers)]
         problems = [p for p in problems for _ in range(answers)]
@@ -1099,7 +981,7 @@ def train(cfg, log):
         batch = rollout(sampler, problems, stream(cfg.seed, "noise", done).getrandbits(63))
         prepare(batch, policy, reference, cfg)
         try:
-            recent.append(update(policy, optimizer, batch, cfg, done) | dict(lr=group["lr"]))
+            recent.append(update(policy, optimizer, batch, cfg, done) | dict(lr=lr))
         except UserError as error:
             raise UserError(f"{error}; the last good checkpoint is {folder / 'checkpoint.pt'}") from None
         done += 1
@@ -1126,15 +1008,11 @@ def train(cfg, log):
     write(folder / "summary.json", summary)
     return print_summary(summary, cfg, log)
 
-
-def percent(interval):
-    mean, low, high = (100 * x for x in interval)
-    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
-
+percent = lambda interval: "{:.1f} ({:.1f} to {:.1f})".format(*(100 * x for x in interval))
 
 def print_summary(summary, cfg, log):
     log.line(f"\nexpected success in %, varying lengths, {cfg.test_problems} held-out problems, 95% interval")
-    log.line(f"{'':8}{'pretrained':>22}{'after RL, ' + cfg.mode:>26}")
+    log.line(f"{'':8}{'pretrained':>22}{'after RL, ' + cfg.mode if cfg.iterations else 'no RL':>26}")
     intervals, seconds = summary["intervals"], summary["seconds"]
     for k in summary["accuracy"]:
         log.line(f"{k:8}{percent(intervals['pretrained_accuracy'][k]):>22}{percent(intervals['accuracy'][k]):>26}")
@@ -1142,42 +1020,36 @@ def print_summary(summary, cfg, log):
              f"{summary['peak_memory_mb']:.0f} MB at the peak; all of it in {run_folder(cfg)}")
     return summary
 
-
 def chosen_policy(cfg, log):
     """The run folder, the pretrained model, and the policy to look at: that of --checkpoint, or the pretrained."""
     if cfg.checkpoint:
-        saved, there = load(Path(cfg.checkpoint) / "checkpoint.pt", cfg.device, "policy"), read_settings(cfg.checkpoint)
-        for name in sorted(set(PRETRAINING_FIELDS) - {"device", "threads"} | {"temperature"}):
-            if there.get(name) != getattr(cfg, name):
-                raise UserError(f"--checkpoint {cfg.checkpoint}: its run has {name} {there.get(name)}, not "
-                                f"{getattr(cfg, name)}")
+        [weights] = load(Path(cfg.checkpoint) / "checkpoint.pt", cfg.device, {}, "policy")
+        read_settings(cfg.checkpoint, cfg, sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"}))
     folder, (reference, _) = open_run(cfg), pretrain(cfg, log)
     policy = copy.deepcopy(reference)
     if cfg.checkpoint:
-        restore(policy, saved["policy"], cfg.checkpoint)
+        policy.load_state_dict(weights)
     return folder, reference, policy
-
 
 def evaluate(cfg, log):
     """Writes evaluation.json: [V] tables 4 and 5 (success at N to N+3) of a policy; of the pretrained model table 1
     and the critical tokens by definition; 2,000 tokens as a bfloat16 sampler and the trainer see them, [Q] fig. 2."""
     (folder, reference, policy), rows = chosen_policy(cfg, log), []
     log.line(f"{'set':10} {'digits':6} {'sampled':>22} {'greedy':>22} {'expected':>22}   in %, 95% interval")
-    for kind in ("identical", "varying"):
-        for k, name in enumerate(SETS):
-            problems, graded = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind), dict(sampled=[], greedy=[])
-            for i in range(0, len(problems), 100):
-                for how, seed in zip(graded, (stream(cfg.seed, "evaluate", kind, k, i).getrandbits(63), None)):
-                    graded[how].append(rollout(policy, problems[i:i + 100], seed).correct.cpu())
-            row = {how: bootstrap(torch.cat(correct)) for how, correct in graded.items()}
-            row["expected"] = bootstrap(examine(policy, problems, cfg.digits)[0])
-            rows.append(dict(set=kind, digits=name) | row)
-            log.line(f"{kind:10} {name:6} " + " ".join(f"{percent(x):>22}" for x in row.values()))
+    for kind, (k, name) in itertools.product(("identical", "varying"), enumerate(SETS)):
+        problems, graded = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind), dict(sampled=[], greedy=[])
+        for i in range(0, len(problems), 100):
+            for how, seed in zip(graded, (stream(cfg.seed, "evaluate", kind, k, i).getrandbits(63), None)):
+                graded[how].append(rollout(policy, problems[i:i + 100], seed).correct.cpu())
+        graded = {how: torch.cat(correct) for how, correct in graded.items()}
+        graded["expected"], _ = examine(policy, problems, cfg.digits)
+        row = {how: bootstrap(success) for how, success in graded.items()}
+        rows.append(dict(set=kind, digits=name) | row)
+        log.line(f"{kind:10} {name:6} " + " ".join(f"{percent(x):>22}" for x in row.values()))
     problems = test_set(cfg.digits + 1, 50, cfg.seed)
     gap, definition = critical_evidence(reference, problems, cfg)
-    log.line("certainty of the pretrained model on a token less its mean on the others, 50 answers at N+1:")
-    for name, (mean, low, high) in gap.items():
-        log.line(f"  {name:12} {mean:8.4f}  ({low:.4f} to {high:.4f})")
+    log.line("certainty of the pretrained model on a token less its mean on the others, 50 answers: " + ", ".join(
+        f"{name} {mean:.4f} ({low:.4f} to {high:.4f})" for name, (mean, low, high) in gap.items()))
     log.line("tokens of these answers: " + ", ".join(f"{n} {name}" for name, n in definition.items()))
     batch = rollout(copy.deepcopy(policy).bfloat16(), problems, 0)
     with torch.no_grad():
@@ -1186,24 +1058,20 @@ def evaluate(cfg, log):
     write(folder / "evaluation.json", dict(rows=rows, certainty_gap=gap, definition=definition, sampler=pairs))
     log.line(f"written to {folder}")
 
-
 @torch.no_grad()
 def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
-    """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts).
-    gap, table 1: certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean
-    on the rest of its answer; mean over answers and its 95% interval. counts: tokens listed, uncertain (J below
-    the threshold and among the ten lowest of the answer) and decisive (the greedy answer that goes on from the true
-    character is right, from a wrong one not), and how these agree."""
+    """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts). gap, table 1:
+    certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean on the rest of its answer;
+    mean over answers and its 95% interval. counts: tokens listed, uncertain (J below the threshold and among the ten
+    lowest of the answer), decisive (the greedy answer from the true character is right, from a wrong one not)."""
     gaps, listed, uncertain = {"critical": [], "non-critical": []}, set(), set()
     ids, mask = true_batch(problems, reference.device)
-    J = reference_certainty(reference(ids[:, :-1])[0], cfg)
-    for i, (problem, J, mask) in enumerate(zip(problems, J.cpu(), mask.cpu())):
-        J = J[mask]
-        gap, critical = J - (J.sum() - J) / (len(J) - 1), torch.zeros(len(J), dtype=torch.bool)
-        critical[list(critical_tokens(*problem, cfg.digits).values())] = True
+    for i, (problem, J) in enumerate(zip(problems, reference_certainty(reference(ids[:, :-1])[0], cfg))):
+        J = J[mask[i]].cpu()
+        gap, critical = J - (J.sum() - J) / (len(J) - 1), [*critical_tokens(*problem, cfg.digits).values()]
         gaps["critical"].append(gap[critical].mean())
-        gaps["non-critical"].append(gap[~critical].mean())
-        listed |= {(i, t) for t in critical.nonzero()[:, 0].tolist()}
+        gaps["non-critical"].append((gap.sum() - gap[critical].sum()) / (len(gap) - len(critical)))
+        listed |= {(i, t) for t in critical}
         uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
     outcome = zip(places, *(force(reference, problems, places, wrong)[1] for wrong in (False, True)))
@@ -1212,7 +1080,6 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
         "listed": len(listed), "listed and decisive": len(listed & decisive), "uncertain": len(uncertain),
         "uncertain and decisive": len(uncertain & decisive), "listed and uncertain": len(listed & uncertain),
         "all three": len(listed & uncertain & decisive)}
-
 
 def inspect(cfg, log):
     """[V] fig. 5: the greedy answer, each character coloured by the certainty of the pretrained model."""
@@ -1230,7 +1097,6 @@ def inspect(cfg, log):
         log.line(f"  J = {J[i]:.3f}  {answer[max(0, i - 16):i]!r} then {answer[i]!r}")
     write(folder / "inspect.json", dict(problem=cfg.problem, text=answer, certainty=J, correct=bool(batch.correct[0])))
 
-
 def bench(cfg, log):
     """Time, tokens/s, share of the machine's rate and peak memory of each phase, to bench.json.
     Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for each
@@ -1240,37 +1106,25 @@ def bench(cfg, log):
     reference, optimizer = copy.deepcopy(policy), torch.optim.AdamW(policy.parameters(), lr=0.0)
     both, weights = pretraining_optimizers(reference, cfg), sum(p.numel() for p in policy.parameters())
     count = lambda ids: int((ids != TOKEN_ID[PAD]).sum())
-
-    def median_seconds(call):
-        times = []
-        for _ in range(4):                                           # the first is a warm-up
-            began = time.perf_counter()
-            call()
-            if cfg.device == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - began)
-        return sorted(times[1:])[1]
-
+    mean_seconds = lambda call: Timer("call()", globals=dict(call=call), num_threads=cfg.threads).timeit(3).mean
     matrix = torch.randn(2048, 2048, device=cfg.device).to(torch.bfloat16 if cfg.device == "cuda" else torch.float32)
-    rate = 2 * 2048**3 / median_seconds(lambda: matrix @ matrix)
+    rate = 2 * 2048**3 / mean_seconds(lambda: matrix @ matrix)
     rng, batches = stream(cfg.seed, "bench"), pretraining_batches(cfg, 0)
     problems = [rl_problem(rng, cfg) for _ in range(cfg.episodes)]
     batch, phases = rollout(policy, problems, 0), {}
-    tokens, both_tokens = count(batch.ids), sum(count(true_batch(b)[0]) for b in batches)
+    n, E, pretraining_n = count(batch.ids), cfg.epochs, sum(count(true_batch(b)[0]) for b in batches)
     for name, passes, n, answers, call in (
-            ("sampling", 1, tokens, cfg.episodes, lambda: rollout(policy, problems, 0)),
-            ("scoring", 1, tokens, cfg.episodes, lambda: prepare(batch, policy, reference, cfg)),
-            ("update", 3, cfg.epochs * tokens, cfg.epochs * cfg.episodes,
-             lambda: update(policy, optimizer, batch, cfg, 0)),
-            ("pretraining", 3, both_tokens, 4 * cfg.pretrain_batch,
+            ("sampling", 1, n, cfg.episodes, lambda: rollout(policy, problems, 0)),
+            ("scoring", 1, n, cfg.episodes, lambda: prepare(batch, policy, reference, cfg)),
+            ("update", 3, E * n, E * cfg.episodes, lambda: update(policy, optimizer, batch, cfg, 0)),
+            ("pretraining", 3, pretraining_n, 4 * cfg.pretrain_batch,
              lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches])):
-        seconds = median_seconds(call)
+        seconds = mean_seconds(call)
         flops = passes * n * (2 * weights + 2 * cfg.layers * n / answers * cfg.width)
         phases[name] = dict(seconds=seconds, tokens_per_second=n / seconds, share_of_rate=flops / seconds / rate,
                             peak_memory_mb=peak_memory_mb(cfg.device))
     iteration = sum(phases[name]["seconds"] for name in ("sampling", "scoring", "update"))
-    for phase in phases.values():
-        phase["share_of_iteration"] = phase["seconds"] / iteration
+    phases = {name: phase | dict(share_of_iteration=phase["seconds"] / iteration) for name, phase in phases.items()}
     result = dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9, phases=phases)
     write(folder / "bench.json", result)
     if cfg.json:
@@ -1282,22 +1136,17 @@ def bench(cfg, log):
         log.line(f"{name:12} {phase['tokens_per_second']:10.0f} {phase['share_of_iteration']:16.0%} "
                  f"{phase['share_of_rate']:12.0%} {phase['peak_memory_mb']:15.0f}")
 
-
 # ---- Command line.
-
 class Parser(argparse.ArgumentParser):
     def error(self, message):                                        # one line, without the 27 of the usage
         raise UserError(message)
-
 
 def parse(argv):
     """Command line to Config; flags, types and help come from its fields."""
     parser = Parser(prog="critkl.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
                     epilog="Defaults are preset laptop's; presets, modes and methods change some.")
     for f in fields(Config):
-        kind = dict(action="store_true") if f.type is bool else dict(
-            type=f.type, choices=f.metadata["choices"],
-            metavar=None if f.metadata["choices"] else f.type.__name__.upper())
+        kind = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
         parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **kind,
                             help=f"{f.metadata['help']} (default: {f.default})")
     parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a stopped run, with its own settings")
@@ -1306,18 +1155,13 @@ def parse(argv):
     if resume is None:
         return make_config(given)
     folder = Path(resume).resolve()
-    saved = read_settings(folder)
-    for name, value in given.items():
-        if saved.get(name) != value:
-            raise UserError(f"--{name.replace('_', '-')} {value}: the run to resume has {saved.get(name)}")
     try:
-        cfg = make_config(saved | dict(out=str(folder.parent)))
+        cfg = make_config(read_settings(folder, argparse.Namespace(**given), given) | dict(out=str(folder.parent)))
     except TypeError as error:                                       # settings of another version
         raise UserError(f"--resume {resume}: {error}") from None
     if run_folder(cfg) != folder:
         raise UserError(f"--resume {resume}: renamed, or of another version; its settings now name {run_folder(cfg)}")
     return cfg
-
 
 def start(cfg):
     """Resolve device and threads into `cfg`, join the other processes."""
@@ -1333,7 +1177,6 @@ def start(cfg):
         if cfg.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
-
 
 def main(argv=None):
     try:
@@ -1351,7 +1194,6 @@ def main(argv=None):
         return 2
     except KeyboardInterrupt:
         return 130
-
 
 if __name__ == "__main__":
     sys.exit(main())

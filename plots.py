@@ -60,7 +60,7 @@ METHODS = ("ppo", "pg_is", "cispo", "grpo_clip_higher", "minirl", "minirl_tis", 
 LIKE = {"divergence": "dppo", "negative": "negative_only", "none": "pg_is"}     # trust region: the method that has it
 USUAL = dict(ratio_cap=math.inf, eps_high=0.2, anchor="rollout", relax="none", certainty="negentropy", fixed=0,
              certainty_temperature=0.0, temperature=1.0, kl_kind="k2", advantage="gae", sampler_dtype="float32",
-             staleness=1)                  # older runs lack some of these; no label names them
+             staleness=1, window=0)        # older runs lack some of these; no label names them
 SHORT = {"kl_coef": "alpha", "digits": "N", "extra": "k", "pretrain_steps": "steps"}
 LENGTHS = ("N", "N+1", "N+2", "N+3")       # of the evaluated problems
 

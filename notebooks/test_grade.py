@@ -23,7 +23,7 @@ import steps
 from steps import FUNCTIONS, HUNT, QUESTIONS, STEPS
 
 SCRIPT = str(Path(grade.__file__).resolve())
-HELPERS = "from critkl import LOG_LIMIT, UserError, expected_log_ratio, token_logp\n"
+HELPERS = "from critkl import DIVERGENCES, LOG_LIMIT, UserError, expected_log_ratio, token_logp\n"
 STEP_OF = {name: title for title, step in STEPS.items() for name in step.functions}
 ALL = sum(step.points for step in STEPS.values())
 
@@ -82,8 +82,9 @@ WRONG = {
                                          "named = torch.zeros_like(named).scatter"),
     "no tail bucket": ("divergence", "torch.where(named, -math.inf, logp).logsumexp(-1, keepdim=True)",
                        "torch.full_like(logp[..., :1], -math.inf)"),
+    "no tail in top-K TV": ("divergence", " + (moved * ~named).sum(-1).abs()", ""),
     "divergence the wrong way round": ("divergence", "expected_log_ratio(*logs)", "expected_log_ratio(*logs[::-1])"),
-    "TV without the half": ("divergence", ".sum(-1) / 2", ".sum(-1)"),
+    "TV without the half": ("divergence", ".abs().sum(-1) / 2", ".abs().sum(-1)"),
     "top K of pi": ("divergence", "logs[0].topk", "logs[1].topk"),
     "K above V": ("divergence", "min(top_k, logs[0].shape[-1])", "top_k"),
     ">= for > at delta": ("trust_region_mask", "divergence > delta", "divergence >= delta"),
@@ -412,7 +413,7 @@ def test_notebooks_that_are_handed_in(tmp_path):
     files = {"reference": filled(extra=whole), "wrong": filled(WRONG["gae forward in time"]),
              "syntax": filled(("gae", "return advantages,", "return (advantages,")),
              "fails": filled(("gae", "def gae", "no_such_name\nx = no_such_name\ndef gae")),
-             "error inside": filled(("gae", "next_value = following", "next_value = undefined")),
+             "error inside": filled(("gae", "next_value = values[:, t]", "next_value = undefined")),
              "list": cell(["import math\n", "x = 1"]), "empty": "", "no json": "{", "no cells": "{}", "array": "[]",
              "cells": '{"cells": 5}', "odd cells": '{"cells": [5]}', "odd source": '{"cells": [{"cell_type": "code"}]}',
              "deep": "[" * 10**5, "bytes": b"\xff\xfe\x00", "exit": cell("import os\nx = os._exit(0)")}
