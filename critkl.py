@@ -16,7 +16,7 @@ trained, ref the frozen pretrained policy. A position t holds the state ids[:, :
 ids[:, t+1], so that all (B, T) tensors of a batch with T+1 tokens line up.
 
 Departures from the papers (D) and from their authors' released code (C); the README explains each.
-  D1  The model: rotary positions on half of the channels (--window: in the first block alone), no biases, bare norms.
+  D1  The model: rotary positions on half of the channels, layer norm without parameters, no biases but the head's.
   D2  Preset laptop: N = 3, and a share `dial` of the pretraining problems is drawn like RL's (others: none).
   D3  Pretraining uses Muon for the hidden matrices and AdamW for the rest.
   D4  PPO (minibatches, whitened advantages, falling learning rate) for A2C, its case of one epoch of one minibatch.
@@ -30,7 +30,7 @@ Departures from the papers (D) and from their authors' released code (C); the RE
   C1  [V] certainty is the text's negentropy; released: --certainty max_prob --certainty-temperature 4.
   C2  [V] policy and sampler use temperature 1; the released code divides logits by 2: --temperature 2.
   C3  [V] the KL term is added to the loss (the released PPO class subtracts it).
-  C4  [Q] no constant inside logarithms, no cap (released: 10), the sampled token joins the top K (not: for the K-th).
+  C4  [Q] no constant inside logarithms, no cap (released: 10), the sampled token joins the top K (released: replaces).
 """
 import argparse
 import copy
@@ -51,9 +51,8 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.benchmark import Timer
 
-VERSION = "1.0"
+VERSION = "1.1"
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 class UserError(ValueError):
@@ -129,7 +128,7 @@ class Config:
     delta: float = option(0.15, "threshold of the masks divergence (in [Q] 0.15 for TV, 0.05 for KL) and negative", 0)
     top_k: int = option(20, "K of the top-K divergences", 1)
     ratio_cap: float = option(math.inf, "C: cap of the importance weight", 0)
-    anchor: str = option("rollout", "what pi is compared with: mu, or itself before", choices=("rollout", "recomputed"))
+    anchor: str = option("rollout", "compare pi with mu or itself before the update", choices=("rollout", "recomputed"))
     relax: str = option("none", "ends of the clip lifted for unlikely tokens", choices=("none", "high", "low", "both"))
     relax_below: float = option(0.1, "which tokens these are: mu below this", 0, 1)
     advantage: str = option("gae", "value head, or reward less the mean of its group", choices=("gae", "group"))
@@ -347,13 +346,13 @@ class GPT(nn.Module):
     def forward(self, ids, cache=None, start=None):
         """Without `start`, each row begins at position 0. With `start` (B,), row i continues at position
         start[i] and attends to what `cache` holds before it. The cache is written in place.
-        float32 on the CPU, bfloat16 autocast on CUDA."""
+        Arithmetic is that of the weights on the CPU, bfloat16 autocast on CUDA."""
         B, T = ids.shape
         rows, positions, L = torch.arange(B, device=ids.device)[:, None], torch.arange(T, device=ids.device)[None], T
         if start is not None:
             positions, L = start[:, None] + positions, int(start.max()) + T    # (B, T)
         back = positions[:, None, :, None] - torch.arange(L, device=ids.device)
-        mask, near = None if start is None else back >= 0, (back >= 0) & (back < self.window)
+        mask, near = None if start is None else back >= 0, self.window and (back >= 0) & (back < self.window)
         with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
             x = norm(self.embedding(ids))
             pairs = x.shape[-1] // self.blocks[0].heads // 2
@@ -654,7 +653,7 @@ class Rollout:
     values: torch.Tensor              # (B, T) float32
     correct: torch.Tensor             # (B,) float32: the reward at the end of each episode
     problems: list                    # B pairs (a, b)
-    advantages: torch.Tensor = None   # (B, T) float32, whitened over the mask; from here on filled in by `prepare`
+    advantages: torch.Tensor = None   # (B, T) float32; from here on filled in by `prepare`
     returns: torch.Tensor = None      # (B, T) float32
     logits_ref: torch.Tensor = None   # (B, T, V) float32: the reference's
     anchor: torch.Tensor = None       # (B, T, V) float32: what the mask compares pi with, mu's or recomputed
@@ -821,8 +820,8 @@ PRETRAINING_FIELDS = ("digits", "extra", "dial", "layers", "width", "heads", "wi
                       "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
 
 def fingerprint(cfg, names):
-    """Eight hexadecimal digits that change with any of the named settings or with the versions."""
-    content = json.dumps([VERSION, torch.__version__] + [getattr(cfg, name) for name in names])
+    """Eight hexadecimal digits that change with the named settings, the versions and the number of processes."""
+    content = json.dumps([VERSION, torch.__version__, WORLD] + [getattr(cfg, name) for name in names])
     return f"{zlib.crc32(content.encode()):08x}"
 
 def run_folder(cfg):
@@ -1022,14 +1021,13 @@ def print_summary(summary, cfg, log):
 
 def chosen_policy(cfg, log):
     """The run folder, the pretrained model, and the policy to look at: that of --checkpoint, or the pretrained."""
-    if cfg.checkpoint:
-        [weights] = load(Path(cfg.checkpoint) / "checkpoint.pt", cfg.device, {}, "policy")
+    policy = GPT(cfg.layers, cfg.width, cfg.heads, cfg.window).to(cfg.device)
+    policy.temperature = cfg.temperature
+    if cfg.checkpoint:                                               # refused before anything is written
         read_settings(cfg.checkpoint, cfg, sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"}))
+        load(Path(cfg.checkpoint) / "checkpoint.pt", cfg.device, dict(policy=policy))
     folder, (reference, _) = open_run(cfg), pretrain(cfg, log)
-    policy = copy.deepcopy(reference)
-    if cfg.checkpoint:
-        policy.load_state_dict(weights)
-    return folder, reference, policy
+    return folder, reference, policy if cfg.checkpoint else copy.deepcopy(reference)
 
 def evaluate(cfg, log):
     """Writes evaluation.json: [V] tables 4 and 5 (success at N to N+3) of a policy; of the pretrained model table 1
@@ -1102,6 +1100,7 @@ def bench(cfg, log):
     Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for each
     weight a token meets and 2 T C for causal attention in each layer; a training step as three of them.
     The machine's rate is that of a 2048 x 2048 matrix product, float32 on the CPU, bfloat16 on CUDA."""
+    from torch.utils.benchmark import Timer                          # imports much that no other mode needs
     folder, (policy, _) = open_run(cfg), pretrain(cfg, log)
     reference, optimizer = copy.deepcopy(policy), torch.optim.AdamW(policy.parameters(), lr=0.0)
     both, weights = pretraining_optimizers(reference, cfg), sum(p.numel() for p in policy.parameters())
