@@ -61,7 +61,7 @@ class UserError(ValueError):
 # ---- Configuration: one dataclass; every field is a flag, --help is made from it.
 PRESETS = {
     "laptop": dict(),
-    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=6000),
+    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=12000, window=8),
     # [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
     "paper": dict(digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000, pretrain_batch=64,
                   pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50, lr=1e-6,
