@@ -326,7 +326,11 @@ def test_no_look_ahead_and_no_effect_of_padding():
 
 @torch.no_grad()
 def test_a_window_is_what_the_first_block_sees_and_the_others_have_no_positions():
-    model, ids, changed = random_model(window=3), random_ids(1, 12), random_ids(1, 12)
+    model, ids, changed, rotations = random_model(window=3), random_ids(1, 12), random_ids(1, 12), []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: rotations.append(args[1]))
+    model(ids)
+    assert rotations[0] is not None and rotations[1:] == [None]
     changed[:, :5] = 1 + ids[:, :5] % 40                             # seen from positions 5 and 6, not from 7 on
     second, model.blocks = model.blocks[1], model.blocks[:1]
     one, other = model(ids)[0], model(changed)[0]
@@ -1377,6 +1381,23 @@ def test_a_checkpoint_of_another_configuration_is_refused(work, refused, tmp_pat
         line = refused("--mode", "evaluate", *TINY, flag, value, "--out", tmp_path, "--checkpoint",
                        only(folder, "critical-*"))
         assert flag[2:] in line and not list(tmp_path.iterdir())
+    damaged = tmp_path / only(folder, "critical-*").name
+    shutil.copytree(only(folder, "critical-*"), damaged)
+    state = torch.load(damaged / "checkpoint.pt", weights_only=True)
+    torch.save(state | dict(policy=GPT(1, 32, 2).state_dict()), damaged / "checkpoint.pt")
+    assert "checkpoint.pt" in refused("--mode", "evaluate", *TINY, "--out", tmp_path / "out", "--checkpoint", damaged)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_policy_of_a_checkpoint_is_the_one_looked_at(work, tmp_path):
+    folder, runs = work
+    runs("critical")
+    path = only(folder, "critical-*")
+    cfg = critkl.parse(["--mode", "evaluate", *TINY, "--out", str(tmp_path), "--checkpoint", str(path)])
+    _, reference, policy = critkl.chosen_policy(cfg, critkl.Log(training=False, quiet=True))
+    saved, weights = torch.load(path / "checkpoint.pt", weights_only=True)["policy"], policy.state_dict()
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    assert not all(torch.equal(weights[name], x) for name, x in reference.state_dict().items())
 
 
 def test_help_lists_every_field(capsys):
