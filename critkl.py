@@ -1195,4 +1195,5 @@ def main(argv=None):
         return 130
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    os._exit(code) if WORLD > 1 else sys.exit(code)                  # gloo's threads can abort Python's own end

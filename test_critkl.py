@@ -1245,6 +1245,7 @@ if c.RANK == 0:
 if c.WORLD > 1:
     c.all_ranks(None)
     torch.distributed.destroy_process_group()
+    os._exit(0)
 """
 
 
