@@ -19,7 +19,7 @@ Departures from the papers (D) and from their authors' released code (C); the RE
   D1  The model: rotary positions on half of the channels, layer norm without parameters, no biases but the head's.
   D2  Preset laptop: N = 3, and a share `dial` of the pretraining problems is drawn like RL's (others: none).
   D3  Pretraining uses Muon for the hidden matrices and AdamW for the rest.
-  D4  PPO (minibatches, whitened advantages, falling learning rate) for A2C, its case of one epoch of one minibatch.
+  D4  PPO, whitened advantages, a falling learning rate; A2C is the case of one epoch with one minibatch (tested).
   D5  GAE with lambda = 1: the only reward comes at the end, some 250 tokens late.
   D6  Training and evaluation problems are split by a hash of the problem, so they never overlap.
   D7  Log-ratios are cut to [-20, 20] before exp in the ratio, and at 20 in k3.
@@ -30,7 +30,7 @@ Departures from the papers (D) and from their authors' released code (C); the RE
   C1  [V] certainty is the text's negentropy; released: --certainty max_prob --certainty-temperature 4.
   C2  [V] policy and sampler use temperature 1; the released code divides logits by 2: --temperature 2.
   C3  [V] the KL term is added to the loss (the released PPO class subtracts it).
-  C4  [Q] no constant inside logarithms, no cap (released: 10), the sampled token joins the top K (released: replaces).
+  C4  [Q] no constant inside logarithms, no cap (released: 10), the top K and the sampled token (released: K in all).
 """
 import argparse
 import copy
@@ -70,7 +70,6 @@ MODES = {"pretrain": dict(penalty="none", iterations=0), "none": dict(penalty="n
          "standard": dict(penalty="standard"), "critical": dict(penalty="critical"),
          "dppo": dict(penalty="none", method="dppo")}
 DIVERGENCES = ("binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl")
-
 # The methods that [Q] compares, each a row: mask, its bounds, cap C and anchor of Eq. 23.
 METHODS = {
     "ppo": dict(trust_region="clip"),
@@ -663,7 +662,8 @@ def rollout(policy, problems, seed=None):
     """Sample one answer to each problem (greedy without a seed) and grade it. With several processes each
     samples its share, and all of them get the whole batch."""
     prompts, drafts = [encode(prompt(*p)) for p in problems], [encode(scratchpad(*p)) for p in problems]
-    limit, mine = max(map(len, drafts)) + 16, slice(*(r * len(problems) // WORLD for r in (RANK, RANK + 1)))
+    limit = max(map(len, drafts)) + 16
+    mine = slice(RANK * len(problems) // WORLD, (RANK + 1) * len(problems) // WORLD)
     noise = None if seed is None else gumbel(seed, len(problems), max(map(len, prompts)) + limit, len(VOCABULARY))
     parts = generate(policy, prompts[mine], drafts[mine], limit, None if seed is None else noise[mine])
     if WORLD > 1:
@@ -873,7 +873,6 @@ def peak_memory_mb(device):
 class Log:
     """What a run prints: one live line on a terminal, elsewhere a plain line every 20 seconds. It also
     holds Ctrl-C while training: the first asks to stop after the iteration, the second stops at once."""
-
     def __init__(self, training=True, quiet=False):
         self.live, self.last, self.first, self.interrupted = sys.stdout.isatty(), 0.0, {}, False
         self.quiet = quiet or RANK > 0
@@ -923,14 +922,15 @@ def open_run(cfg):
 
 def fixed_problems(reference, cfg):
     """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1."""
-    rng, chosen = stream(cfg.seed, "fixed"), {}
-    for _ in range(100):
+    rng, chosen, tried = stream(cfg.seed, "fixed"), {}, 0
+    while len(chosen) < cfg.fixed:
+        if tried == 10_000:
+            raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
         problems = [rl_problem(rng, cfg) for _ in range(100)]
         expected, _ = examine(reference, problems, cfg.digits)
         chosen |= dict.fromkeys(p for p, e in zip(problems, expected) if 0.05 <= e <= 0.95)
-        if len(chosen) >= cfg.fixed:
-            return list(chosen)[:cfg.fixed]
-    raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
+        tried += len(problems)
+    return list(chosen)[:cfg.fixed]
 
 def train(cfg, log):
     """Pretrain (or load), fine-tune, evaluate, save: the whole of one run. Returns its summary."""
@@ -949,7 +949,7 @@ def train(cfg, log):
             "done", "rows", "recent", "seconds")
         log.line(f"{folder}: goes on from iteration {done}")
     all_ranks(None)                                                  # nobody writes before all have read
-    began, fixed = time.time() - seconds, fixed_problems(reference, cfg) if cfg.fixed else []
+    began, fixed = time.time() - seconds, fixed_problems(reference, cfg)
 
     def keep():
         if RANK == 0:
@@ -1111,12 +1111,12 @@ def bench(cfg, log):
     rng, batches = stream(cfg.seed, "bench"), pretraining_batches(cfg, 0)
     problems = [rl_problem(rng, cfg) for _ in range(cfg.episodes)]
     batch, phases = rollout(policy, problems, 0), {}
-    n, E, pretraining_n = count(batch.ids), cfg.epochs, sum(count(true_batch(b)[0]) for b in batches)
+    tokens, E, both_tokens = count(batch.ids), cfg.epochs, sum(count(true_batch(b)[0]) for b in batches)
     for name, passes, n, answers, call in (
-            ("sampling", 1, n, cfg.episodes, lambda: rollout(policy, problems, 0)),
-            ("scoring", 1, n, cfg.episodes, lambda: prepare(batch, policy, reference, cfg)),
-            ("update", 3, E * n, E * cfg.episodes, lambda: update(policy, optimizer, batch, cfg, 0)),
-            ("pretraining", 3, pretraining_n, 4 * cfg.pretrain_batch,
+            ("sampling", 1, tokens, cfg.episodes, lambda: rollout(policy, problems, 0)),
+            ("scoring", 1, tokens, cfg.episodes, lambda: prepare(batch, policy, reference, cfg)),
+            ("update", 3, E * tokens, E * cfg.episodes, lambda: update(policy, optimizer, batch, cfg, 0)),
+            ("pretraining", 3, both_tokens, 4 * cfg.pretrain_batch,
              lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches])):
         seconds = mean_seconds(call)
         flops = passes * n * (2 * weights + 2 * cfg.layers * n / answers * cfg.width)
