@@ -176,8 +176,11 @@ def stream(*key):
     """A generator of its own for each (seed, purpose, iteration): nothing random has to be saved."""
     return random.Random("/".join(map(str, key)))
 
-# ---- Several processes, started by torchrun: each takes its rows of the same batch, every batch of rollouts
-# is gathered, gradients are summed. WORLD = 1 is the same code.
+# ---- Several processes, started by torchrun: each takes its rows of the same batch, what all need is gathered,
+# gradients are summed. WORLD = 1 is the same code.
+def my_share(rows):
+    return rows[RANK * len(rows) // WORLD:(RANK + 1) * len(rows) // WORLD]
+
 def all_ranks(value):
     """The list of every process's value, in rank order; also a barrier."""
     values = [value] * WORLD
@@ -186,9 +189,11 @@ def all_ranks(value):
     return values
 
 def sum_gradients(model):
-    for p in model.parameters() if WORLD > 1 else ():
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        torch.distributed.all_reduce(p.grad)
+    if WORLD > 1:                                                    # as one vector: one exchange
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        total = nn.utils.parameters_to_vector(gradients)
+        torch.distributed.all_reduce(total)
+        nn.utils.vector_to_parameters(total, gradients)
 
 # ---- Tokens: one character, one token. PAD fills the right end of a batch.
 PAD = "_"
@@ -206,7 +211,7 @@ def encode(text):
 
 def decode(ids):
     """Token ids (list or 1-D tensor) to text."""
-    return "".join(VOCABULARY[int(i)] for i in ids)
+    return "".join(VOCABULARY[i] for i in torch.as_tensor(ids).tolist())
 
 # ---- Environment: addition on a scratchpad, [V] section 3.1. State: the text so far. Action: a character.
 # Reward: 0, and 1 at the end for a right result.
@@ -306,7 +311,7 @@ class Block(nn.Module):
         qkv = self.qkv(norm(x)).view(B, T, 3, self.heads, C // self.heads)
         q, k, v = qkv.unbind(2)
         if rotation is not None:
-            qk = torch.view_as_complex(qkv[:, :, :2].float().reshape(B, T, 2, self.heads, -1, 2)) * rotation
+            qk = torch.view_as_complex(qkv[:, :, :2].float().unflatten(-1, (C // self.heads // 2, 2))) * rotation
             q, k = torch.view_as_real(qk).flatten(-2).to(qkv.dtype).unbind(2)
         if cache is not None:                                        # (2, B, L, heads, C // heads)
             cache[0][rows, positions], cache[1][rows, positions] = k.to(cache.dtype), v.to(cache.dtype)
@@ -421,9 +426,9 @@ def pretrain(cfg, log):
             batches = pretraining_batches(cfg, step // 4)
         loss = pretraining_step(model, optimizers, batches[step % 4], step / cfg.pretrain_steps, cfg)
         step += 1
-        stop = any(all_ranks(log.interrupted))
+        stop = step % 4 == 0 and any(all_ranks(log.interrupted))
         log.progress("pretraining", step, cfg.pretrain_steps, lambda: f"loss {loss.item():.4f}")
-        if RANK == 0 and (step % 500 == 0 or stop or step == cfg.pretrain_steps):
+        if step % 500 == 0 or stop or step == cfg.pretrain_steps:
             state = [o.state_dict() for o in optimizers] if step < cfg.pretrain_steps else []
             seconds = time.time() - began
             write(path, dict(version=VERSION, step=step, seconds=seconds, model=model.state_dict(), optimizers=state))
@@ -658,14 +663,19 @@ class Rollout:
     anchor: torch.Tensor = None       # (B, T, V) float32: what the mask compares pi with, mu's or recomputed
     kl_weights: torch.Tensor = None   # (B, T) float32: J^beta, or 1
 
+@torch.no_grad()
+def score(model, ids):
+    """Logits (B, T, V) of a model on ids (B, T+1); 16 rows at a time, which stay in the processor's cache."""
+    logits = torch.cat([model(rows[:, :-1])[0] for rows in my_share(ids).split(16)])
+    return torch.cat([x.to(logits.device) for x in all_ranks(logits.cpu())]) if WORLD > 1 else logits
+
 def rollout(policy, problems, seed=None):
-    """Sample one answer to each problem (greedy without a seed) and grade it. With several processes each
-    samples its share, and all of them get the whole batch."""
+    """Sample one answer to each problem (greedy without a seed) and grade it."""
     prompts, drafts = [encode(prompt(*p)) for p in problems], [encode(scratchpad(*p)) for p in problems]
     limit = max(map(len, drafts)) + 16
-    mine = slice(RANK * len(problems) // WORLD, (RANK + 1) * len(problems) // WORLD)
-    noise = None if seed is None else gumbel(seed, len(problems), max(map(len, prompts)) + limit, len(VOCABULARY))
-    parts = generate(policy, prompts[mine], drafts[mine], limit, None if seed is None else noise[mine])
+    noise = None if seed is None else my_share(
+        gumbel(seed, len(problems), max(map(len, prompts)) + limit, len(VOCABULARY)))
+    parts = generate(policy, my_share(prompts), my_share(drafts), limit, noise)
     if WORLD > 1:
         parts = [nn.utils.rnn.pad_sequence([row for part in found for row in part], batch_first=True).to(policy.device)
                  for found in zip(*all_ranks([x.cpu() for x in parts]))]
@@ -684,9 +694,9 @@ def prepare(batch, policy, reference, cfg):
     if cfg.advantage == "group":                                     # not divided by the deviation, [Q]
         grouped = batch.correct.view(-1, cfg.group)
         batch.advantages = (grouped - grouped.mean(1, keepdim=True)).view(-1, 1).expand_as(batch.mask)
-    batch.anchor = batch.logits if cfg.anchor == "rollout" else policy(batch.ids[:, :-1])[0]
+    batch.anchor = batch.logits if cfg.anchor == "rollout" else score(policy, batch.ids)
     if cfg.penalty != "none":
-        batch.logits_ref, _ = reference(batch.ids[:, :-1])
+        batch.logits_ref = score(reference, batch.ids)
         J = reference_certainty(batch.logits_ref, cfg)
         batch.kl_weights = kl_weight(J, cfg.beta if cfg.penalty == "critical" else 0.0)
 
@@ -770,27 +780,21 @@ def critical_tokens(a, b, digits):
         start += len(line) + 1
     return found
 
-@torch.no_grad()
 def examine(model, problems, digits):
     """Teacher forcing on the true scratchpads: (n,) probabilities of sampling them, and a dict from the
     name of each critical token to the mean probability of the right character."""
-    expected, critical = [], {}
-    for i in range(0, len(problems), 100):
-        chunk = problems[i:i + 100]
-        ids, mask = true_batch(chunk, model.device)
-        logp = torch.where(mask, token_logp(model(ids[:, :-1])[0], ids[:, 1:]), 0).cpu()
-        expected.append(logp.sum(1).exp())
-        for row, (a, b) in zip(logp, chunk):
-            for name, index in critical_tokens(a, b, digits).items():
-                critical.setdefault(name, []).append(math.exp(row[len(prompt(a, b)) - 1 + index]))
-    return torch.cat(expected), {name: sum(p) / len(p) for name, p in sorted(critical.items())}
+    (ids, mask), critical = true_batch(problems, model.device), {}
+    logp = torch.where(mask, token_logp(score(model, ids), ids[:, 1:]), 0).cpu()
+    for row, (a, b) in zip(logp, problems):
+        for name, index in critical_tokens(a, b, digits).items():
+            critical.setdefault(name, []).append(math.exp(row[len(prompt(a, b)) - 1 + index]))
+    return logp.sum(1).exp(), {name: sum(p) / len(p) for name, p in sorted(critical.items())}
 
-@torch.no_grad()
 def force(policy, problems, places, wrong=True):
     """Decisive? [V] section 3.3. A place is (number of the problem, index in its scratchpad). There the likeliest
     wrong character is put, after the true text (or as a control the true one), and the greedy answer goes on.
     Returns the list of these characters and (n,) bool, True where the answer comes out right."""
-    logits = policy(true_batch(problems, policy.device)[0][:, :-1])[0]
+    logits = score(policy, true_batch(problems, policy.device)[0])
     starts, drafts, put = [], [], []
     for i, index in places:
         begin, true = prompt(*problems[i]), scratchpad(*problems[i])
@@ -829,7 +833,9 @@ def run_folder(cfg):
     return Path(cfg.out) / f"{cfg.mode}-{cfg.name or fingerprint(cfg, names)}-seed{cfg.seed}"
 
 def write(path, content):
-    """Text, or a dict as a checkpoint (.pt) or as JSON, to a file, atomically."""
+    """Text, or a dict as a checkpoint (.pt) or as JSON, to a file, atomically. Only rank 0 writes."""
+    if RANK > 0:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -914,7 +920,7 @@ def open_run(cfg):
         read_settings(folder, cfg, [f.name for f in fields(Config) if f.name not in FREE_FIELDS])
         for left in folder.glob(".*.[0-9]*") if RANK == 0 else ():   # half-written by a run that was killed
             left.unlink()
-    elif RANK == 0:
+    else:
         write(folder / "config.json", dict(
             settings=asdict(cfg), version=VERSION, torch=torch.__version__, python=platform.python_version(),
             machine=platform.platform(), processes=WORLD))
@@ -952,15 +958,14 @@ def train(cfg, log):
     began, fixed = time.time() - seconds, fixed_problems(reference, cfg)
 
     def keep():
-        if RANK == 0:
-            write(folder / "metrics.csv", csv_text(rows))
-            write(folder / "checkpoint.pt", dict(
-                version=VERSION, policy=policy.state_dict(), sampler=sampler.state_dict(), done=done, rows=rows,
-                optimizer=optimizer.state_dict(), recent=recent, seconds=time.time() - began))
+        write(folder / "metrics.csv", csv_text(rows))
+        write(folder / "checkpoint.pt", dict(
+            version=VERSION, policy=policy.state_dict(), sampler=sampler.state_dict(), done=done, rows=rows,
+            optimizer=optimizer.state_dict(), recent=recent, seconds=time.time() - began))
 
     while True:
         due = done % cfg.eval_every == 0 or done == cfg.iterations
-        if RANK == 0 and due and not (rows and rows[-1]["iteration"] == done):
+        if due and not (rows and rows[-1]["iteration"] == done):
             accuracy, critical = test_accuracy(policy, cfg, cfg.eval_problems)
             means = {name: sum(r[name] for r in recent) / len(recent) for name in recent[0]} if recent else {}
             rows.append(dict(iteration=done, seconds=time.time() - began)
@@ -992,8 +997,6 @@ def train(cfg, log):
             keep()
             log.line(f"stopped after iteration {done}; to go on: python critkl.py --resume {folder}")
             raise KeyboardInterrupt
-    if RANK > 0:
-        return None
     after, critical_after = test_accuracy(policy, cfg, cfg.test_problems)
     before, critical_before = test_accuracy(reference, cfg, cfg.test_problems)
     seconds = time.time() - began
@@ -1050,13 +1053,11 @@ def evaluate(cfg, log):
         f"{name} {mean:.4f} ({low:.4f} to {high:.4f})" for name, (mean, low, high) in gap.items()))
     log.line("tokens of these answers: " + ", ".join(f"{n} {name}" for name, n in definition.items()))
     batch = rollout(copy.deepcopy(policy).bfloat16(), problems, 0)
-    with torch.no_grad():
-        pi = token_logp(policy(batch.ids[:, :-1])[0], batch.ids[:, 1:])
+    pi = token_logp(score(policy, batch.ids), batch.ids[:, 1:])
     pairs = torch.stack((batch.logp, pi), -1)[batch.mask].exp()[:2000].tolist()
     write(folder / "evaluation.json", dict(rows=rows, certainty_gap=gap, definition=definition, sampler=pairs))
     log.line(f"written to {folder}")
 
-@torch.no_grad()
 def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
     """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts). gap, table 1:
     certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean on the rest of its answer;
@@ -1064,7 +1065,7 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
     lowest of the answer), decisive (the greedy answer from the true character is right, from a wrong one not)."""
     gaps, listed, uncertain = {"critical": [], "non-critical": []}, set(), set()
     ids, mask = true_batch(problems, reference.device)
-    for i, (problem, J) in enumerate(zip(problems, reference_certainty(reference(ids[:, :-1])[0], cfg))):
+    for i, (problem, J) in enumerate(zip(problems, reference_certainty(score(reference, ids), cfg))):
         J = J[mask[i]].cpu()
         gap, critical = J - (J.sum() - J) / (len(J) - 1), [*critical_tokens(*problem, cfg.digits).values()]
         gaps["critical"].append(gap[critical].mean())
@@ -1084,7 +1085,7 @@ def inspect(cfg, log):
     a, b = parse_problem(cfg.problem)
     folder, reference, policy = chosen_policy(cfg, log)
     batch = rollout(policy, [(a, b)])
-    J = reference_certainty(reference(batch.ids[:, :-1])[0], cfg)[batch.mask].tolist()
+    J = reference_certainty(score(reference, batch.ids), cfg)[batch.mask].tolist()
     text = answer = decode(batch.ids[:, 1:][batch.mask])
     if log.live:                                                     # red below 0.8, yellow, green at 1
         level = [min(5, max(0, round(25 * j - 20))) for j in J]
@@ -1184,9 +1185,7 @@ def main(argv=None):
         log = Log(cfg.mode in MODES, quiet=cfg.json)
         log.line(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
         dict(evaluate=evaluate, inspect=inspect, bench=bench).get(cfg.mode, train)(cfg, log)
-        if WORLD > 1:
-            all_ranks(None)
-            torch.distributed.destroy_process_group()
+        all_ranks(None)                                              # nobody ends before all have done their part
         return 0
     except (UserError, OSError) as error:
         print(f"critkl.py: error: {error}", file=sys.stderr)

@@ -1240,11 +1240,12 @@ batch = c.rollout(policy, [c.rl_problem(rng, cfg) for _ in range(8)], 0)
 batch.correct = (torch.arange(8) % 3 == 0).float()
 c.prepare(batch, policy, reference, cfg)
 info = c.update(policy, torch.optim.SGD(policy.parameters(), lr=0.0), batch, cfg, 0)
+examined = [c.examine(policy, batch.problems[:n], 1) for n in (1, 5)]
 if c.RANK == 0:
-    torch.save(dict(grads=[p.grad for p in policy.parameters()], ids=batch.ids, info=info), sys.argv[1])
+    torch.save(dict(grads=[p.grad for p in policy.parameters()], ids=batch.ids, logits_ref=batch.logits_ref, info=info,
+                    expected=[e for e, _ in examined], critical=[p for _, p in examined]), sys.argv[1])
 if c.WORLD > 1:
     c.all_ranks(None)
-    torch.distributed.destroy_process_group()
     os._exit(0)
 """
 
@@ -1270,6 +1271,30 @@ def test_two_processes_learn_what_one_does(tmp_path):
         close(a, b, 1e-6)
     for name in set(one["info"]) - {"share"}:
         close(one["info"][name], two["info"][name], 1e-4)
+    close(one["logits_ref"], two["logits_ref"])
+    assert [len(e) for e in two["expected"]] == [1, 5] and one["critical"] == two["critical"]
+    for a, b in zip(one["expected"], two["expected"]):
+        close(a, b)
+
+
+def test_a_run_of_two_processes_is_that_of_one(tmp_path):
+    """From pretraining to summary.json; only rank 0 writes and prints."""
+    command = ["critkl.py", "--digits", "1", "--layers", "1", "--width", "16", "--heads", "2", "--pretrain-steps", "6",
+               "--iterations", "2", "--episodes", "4", "--minibatch", "2", "--eval-every", "1", "--eval-problems", "3",
+               "--test-problems", "3", "--device", "cpu", "--name", "x", "--out"]
+    here = os.path.dirname(os.path.abspath(critkl.__file__))
+    subprocess.run([sys.executable, *command, tmp_path / "one"], check=True, cwd=here, timeout=120, capture_output=True)
+    done = torchrun(*command, str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("held-out problems") == 1
+    one, two = (tmp_path / n / "critical-x-seed0" for n in ("one", "two"))
+    assert sorted(f.name for f in two.iterdir()) == ["checkpoint.pt", "config.json", "metrics.csv", "summary.json"]
+    one, two = ([*csv.DictReader((folder / "metrics.csv").open())] for folder in (one, two))
+    assert len(one) == len(two) == 3
+    for a, b in zip(one, two):
+        assert a.keys() == b.keys()
+        for name in a.keys() - {"seconds", "share", "grad_norm"}:
+            assert a[name] == b[name] == "" or abs(float(a[name]) - float(b[name])) < 1e-3, name
 
 
 def test_one_failing_process_ends_the_job_with_its_message(tmp_path):
