@@ -49,7 +49,8 @@ matplotlib.rcParams.update({
 MODES = {"none": ("#D55E00", ":", "s"), "standard": ("#0072B2", "--", "^"), "critical": ("#009E73", "-", "o"),
          "dppo": ("#CC79A7", "-.", "D")}
 OTHER = {"evaluate": "evaluation.json", "inspect": "inspect.json", "bench": "bench.json"}
-COLOURS, LINES = ("black", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#56B4E9", "#CC79A7"), ("-", "--", "-.", ":")
+COLOURS = ("black", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999")
+LINES = ("-", "--", "-.", ":")
 FREE = ("seed", "out", "name", "problem", "checkpoint", "json", "preset", "eval_every", "eval_problems")
 PENALTY = ("beta", "certainty", "certainty_temperature", "kl_coef", "kl_kind")
 CLIP, DIVERGENCE = ("eps_low", "eps_high", "relax", "relax_below"), ("divergence", "top_k", "delta")
@@ -327,7 +328,7 @@ def styles(groups):
     three do, each group has a look of its own."""
     modes, found = [g.key["mode"] for g in groups], []
     for i, mode in enumerate(modes):
-        colour, line, marker = COLOURS[i % 7], LINES[i % 4], "os^Dv<>P*X"[i % 10]
+        colour, line, marker = COLOURS[i % 8], LINES[i % 4], "os^Dv<>P*X"[i % 10]
         if mode in MODES and max(map(modes.count, modes)) <= 3:
             colour, line, marker = MODES[mode]
             if modes.count(mode) > 1:
@@ -363,7 +364,7 @@ PANELS = {
                          ("at N digits: what it knew before", ""): ["accuracy_N"]}, 1, 3.6, (0, 103)),
     "critical_tokens": ({
         (f"line {line}, {operand} operand", "probability of the\nright token, %" if line == 1 else ""):
-        [f"line{line}_{operand}_n+1_comma"] for operand in ("first", "second") for line in (1, 2, 3)}, 2, 5, (0, 103)),
+        [f"line{line}_{operand}_n+1_comma"] for operand in ("first", "second") for line in (1, 2, 3)}, 2, 5, (None, 101)),
     "trust_region": ({("episodes solved (reward)", "share of rollouts, %"): ["reward"],
                       ("masked tokens", "share of tokens, %"): ["masked"],
                       ("largest and smallest π − μ", "probability, %"): ["drift_max", "drift_min"],
@@ -375,15 +376,17 @@ def panels(groups, picture):
     (columns, rows, height, limits), drawn = PANELS[picture], lambda g: sum(bool(run.rows) for run in g.runs.values())
     figure, target = Figure((8, height), layout="constrained"), " or ".join(sorted({g.target for g in groups}))
     for i, ((title, ylabel), names) in enumerate(columns.items()):
-        axes = figure.add_subplot(rows, len(columns) // rows, i + 1, ylabel=ylabel)
+        axes = figure.add_subplot(rows, len(columns) // rows, i + 1, ylabel=ylabel,
+                                  sharey=figure.axes[0] if i and limits else None)
         for ([g], label, style), name in itertools.product(looks([[g] for g in groups], count=drawn), names):
             x, mean, half = g.curve(name.replace("TARGET", g.target))
             if len(x):
                 axes.plot(x, mean, markevery=max(1, len(x) // 8), label=label, **style)
             if len(groups) <= 6:
                 axes.fill_between(x, mean - half, mean + half, color=style["color"], linewidth=0, alpha=0.12)
-        axes.set(title=title.replace("TARGET", target), ylim=limits, xlabel="RL iteration" * (
+        axes.set(title=title.replace("TARGET", target), xlabel="RL iteration" * (
             i >= len(columns) - len(columns) // rows))
+    figure.axes[0].set_ylim(limits)
     if not any(axes.lines for axes in figure.axes):
         return "no rows yet in any metrics.csv"
     return add_legend(figure, "mean over seeds" + "; band: 95% interval of the mean" * (len(groups) <= 6))
@@ -414,7 +417,7 @@ def sweep(groups, name):
             family = [g for g in groups if "beta" not in g.key and same(g) == same(family[0])][:1] + family
         curves.append((label, style, [number(g.key, name) if name in g.key else 0 for g in family],
                        [ends(family, digits) for digits in (target, "N")]))
-    xlabel = {"beta": "beta, the exponent of the certainty", "kl_coef": "alpha, the coefficient of the penalty"}[name]
+    xlabel = {"beta": "beta, the exponent of the certainty (0: standard penalty)", "kl_coef": "alpha, the coefficient of the penalty"}[name]
     return pair([f"at {target} digits", "at N digits"], xlabel, "expected success at the end, %", curves,
                 sorted({x for _, _, at, _ in curves for x in at}))
 
@@ -457,7 +460,7 @@ def accuracy_by_digits(groups):
     curves = [(label, style, np.arange(4) + 0.3 * ((i + 0.5) / len(groups) - 0.5), [
         100 * np.array([bounds(g.graded(kind, digits, "sampled")) for digits in LENGTHS]).T
         for kind in ("identical", "varying")]) for i, ([g], label, style) in enumerate(looks([[g] for g in groups]))]
-    return pair(["identical lengths", "varying lengths"], "digits of the operands", "success of sampled answers, %",
+    return pair(["identical lengths", "varying lengths"], "digits of the longer operand", "success of sampled answers, %",
                 curves, range(4), LENGTHS, (-3, 103))
 
 
@@ -469,8 +472,7 @@ def mismatch(groups):
         return "no pairs of mu and pi in any evaluation.json"
     figure = Figure((8, 3.6), layout="constrained")
     for i, (y, ylabel) in enumerate(((pi / mu, "ratio π / μ"), (abs(pi - mu), "|π − μ|"))):
-        axes = figure.add_subplot(1, 2, i + 1, ylabel=ylabel, xscale="log", yscale=("log", "linear")[i],
-                                  xlabel="μ, probability of the token in the sampler")
+        axes = figure.add_subplot(1, 2, i + 1, ylabel=ylabel, xscale="log", xlabel="μ, the sampler's probability")
         axes.plot(mu, y, "o", color=COLOURS[2], markersize=3, alpha=0.35, markeredgewidth=0, rasterized=True)
         axes.axhline(1 - i, color="black", linewidth=0.8)
     figure.suptitle(f"sampler (μ) and trainer (π) at equal weights, {len(mu)} tokens", fontsize=11)
@@ -495,7 +497,7 @@ def coloured_text(groups):
         for x, (character, j) in enumerate(line):
             axes.text(x, y, character, ha="center", va="center", family="monospace", fontsize=104 * width,
                       color="white" if j < (low + 1) / 2 else "black",
-                      bbox=dict(fill=False, linewidth=1.5, pad=0.8) if j <= least else None)
+                      bbox=dict(fill=False, edgecolor="deepskyblue", linewidth=1.5, pad=0.8) if j <= least else None)
     figure.colorbar(shown, orientation="horizontal", fraction=0.06, pad=0.02, aspect=50,
                     label="certainty J of the pretrained model on each character")
     return figure
@@ -509,7 +511,7 @@ def growth(groups):
                                   ylabel="memory of the process, MB" if memory else "time, s")
         for k, (label, (y, exponent)) in enumerate(curves.items()):
             if (label == "peak memory") == memory:
-                axes.plot(x, y, color=COLOURS[k % 7], linestyle=LINES[k % 4], marker="os^D"[k % 4],
+                axes.plot(x, y, color=COLOURS[k % 8], linestyle=LINES[k % 4], marker="os^D"[k % 4],
                           label=f"{label}, exponent {exponent:.2f}")
         axes.set_xticks(x, map(show, x))
         axes.xaxis.minorticks_off()

@@ -55,7 +55,8 @@ INTRODUCTION = """# Assignment
 Write the functions below; together they are the core of `critkl.py`, and the last of them trains. Each step says
 what is asked, then comes a stub, then a check that shows your points and, if something is wrong, one small example.
 The steps are independent and may be done in any order: while one is checked, the functions of all others are
-critkl's own. [V] is Vassoyan et al., arXiv 2502.06533, [Q] is Qi et al., arXiv 2602.04879.
+critkl's own. They give 100 points, the open questions up to 20, by hand.
+[V] is Vassoyan et al., arXiv 2502.06533, [Q] is Qi et al., arXiv 2602.04879.
 
 A check that does not end can be interrupted. `python notebooks/grade.py notebooks/assignment.ipynb` grades the
 saved notebook as your instructor will, each step in a process of its own with a time limit. There only imports,
@@ -95,7 +96,8 @@ def notebook():
     """assignment.ipynb as text: for each step what is asked, the stub and its check. Cells that print are tagged."""
     cells = [("markdown", INTRODUCTION), ("code", SETUP)]
     for title, step in STEPS.items():
-        cells += [("markdown", f"## {title.capitalize()}, {step.points} points\n\n{step.spec.strip()}"),
+        heading = title.upper() if title in ("kl", "gae") else title.capitalize()
+        cells += [("markdown", f"## {heading}, {step.points} points\n\n{step.spec.strip()}"),
                   ("code", stub(title)), ("code", f'check(globals(), "{title}")', "output")]
     cells += [("markdown", "## Open questions, graded by hand"), ("code", "ANSWERS = {}")]
     for title, question in QUESTIONS.items():
