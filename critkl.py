@@ -25,7 +25,7 @@ Departures from the papers (D) and from their authors' released code (C); the RE
   D7  Log-ratios are cut to [-20, 20] before exp in the ratio, and at 20 in k3.
   D8  The value loss trains the value head alone, so it does not move the policy; its coefficient is 1.
   D9  [V] table 1 is taken on the true answers, and of the other tokens gives the mean (paper: the minimum).
-  D10 [Q] every method uses GAE and whitened advantages unless asked: --advantage group.
+  D10 [Q] GAE, whitened advantages unless asked: --advantage group; the mean over a minibatch's tokens (Eq. 12: sums).
   D11 The KL penalty is estimated from mu's samples without weights, also where pi has moved away from mu.
   C1  [V] certainty is the text's negentropy; released: --certainty max_prob --certainty-temperature 4.
   C2  [V] policy and sampler use temperature 1; the released code divides logits by 2: --temperature 2.
@@ -62,7 +62,7 @@ class UserError(ValueError):
 PRESETS = {
     "laptop": dict(),
     "laptop7": dict(digits=7, dial=0.0, pretrain_steps=12000, window=8),
-    # [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
+    # the size and from iterations on the RL of [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
     "paper": dict(digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000, pretrain_batch=64,
                   pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50, lr=1e-6,
                   entropy_coef=5e-4, value_coef=0.1, kl_coef=5.0, method="pg_is")}
@@ -132,7 +132,7 @@ class Config:
     relax_below: float = option(0.1, "which tokens these are: mu below this", 0, 1)
     advantage: str = option("gae", "value head, or reward less the mean of its group", choices=("gae", "group"))
     group: int = option(8, "answers per problem with group advantages", 2)
-    sampler_dtype: str = option("float32", "weights and arithmetic of the sampler", choices=("float32", "bfloat16"))
+    sampler_dtype: str = option("float32", "weights of the sampler", choices=("float32", "bfloat16"))
     staleness: int = option(1, "iterations for which the sampler keeps its weights, so that rollouts grow stale", 1)
     fixed: int = option(0, "RL on this many fixed problems, solved sometimes before (0: new ones each time)", 0)
     seed: int = option(0, "seed of everything random", 0, 2**31)
@@ -163,7 +163,7 @@ def make_config(given):
     for wrong, flag, allowed in (
             (cfg.width % (4 * cfg.heads), "width", f"a multiple of four times --heads {cfg.heads}"),
             (cfg.checkpoint and cfg.mode not in ("evaluate", "inspect"), "checkpoint", "none but to evaluate, inspect"),
-            (not re.fullmatch(r"([\w+=-][\w.+=-]*)?", cfg.name), "name", "letters, digits and _ + = - ."),
+            (not re.fullmatch(r"([\w+=-][\w.+=-]*)?", cfg.name), "name", "letters, digits and _ + = - ., no . first"),
             (cfg.mode == "pretrain" and cfg.iterations, "iterations", "0 with mode pretrain"),
             (cfg.episodes % cfg.minibatch, "minibatch", f"a divisor of --episodes {cfg.episodes}"),
             (cfg.advantage == "group" and cfg.episodes % cfg.group, "group", f"a divisor of --episodes {cfg.episodes}"),
@@ -326,7 +326,6 @@ class GPT(nn.Module):
     """ids (B, T) to logits (B, T, V), float32 and divided by the temperature, and values (B, T).
     With a window the first block attends to that many tokens, and it alone knows their positions (D1).
     The value head reads the features but its loss does not change them (D8)."""
-
     def __init__(self, layers, width, heads, window=0):
         super().__init__()
         self.temperature, self.window = 1.0, window
@@ -415,14 +414,14 @@ def pretrain(cfg, log):
     torch.manual_seed(cfg.seed)
     model = GPT(cfg.layers, cfg.width, cfg.heads, cfg.window).to(cfg.device)
     optimizers = pretraining_optimizers(model, cfg)
-    step, seconds, batches = 0, 0.0, []
+    step, seconds = 0, 0.0
     if path.exists():
         step, seconds, states = load(path, cfg.device, dict(model=model), "step", "seconds", "optimizers")
         for optimizer, state in zip(optimizers, states):             # none once it is complete
             optimizer.load_state_dict(state)
     began = time.time() - seconds
     while step < cfg.pretrain_steps:
-        if step % 4 == 0 or not batches:
+        if step % 4 == 0:                                            # a stop is at a multiple of 4, too
             batches = pretraining_batches(cfg, step // 4)
         loss = pretraining_step(model, optimizers, batches[step % 4], step / cfg.pretrain_steps, cfg)
         step += 1
@@ -434,6 +433,7 @@ def pretrain(cfg, log):
             write(path, dict(version=VERSION, step=step, seconds=seconds, model=model.state_dict(), optimizers=state))
         if stop:
             log.line(f"stopped while pretraining; to go on: the same command, or --resume {run_folder(cfg)}")
+            all_ranks(None)                                          # none ends before the first has saved
             raise KeyboardInterrupt
     model.temperature = cfg.temperature
     return model, seconds
@@ -450,9 +450,9 @@ def gumbel(seed, *shape):
 def generate(policy, prompts, drafts, limit, noise=None, window=24, match=4):
     """Sample one response for each prompt; greedy without noise.
     prompts, drafts: lists of B token lists; a draft may be empty or wrong: it only costs time.
-    limit: most response tokens. noise: (B, longest prompt + limit, V) or None. window: tokens read in a round
-    after the first; match: characters that must read alike where the draft is resumed.
-    A response ends with the second newline after its first "/", or at the limit.
+    limit: most response tokens. noise: (B, longest prompt + limit, V) or None. window: tokens read in a round after the
+    first. match: characters that must read alike where the draft is resumed; a prompt has as many or more.
+    A response ends with the second newline after the first "/", or at the limit.
     Returns ids (B, L), mask (B, L-1), logits (B, L-1, V) and values (B, L-1) of the policy on them."""
     B, V, device = len(prompts), len(VOCABULARY), policy.device
     begin = torch.tensor([len(p) for p in prompts], device=device)   # (B,) first response position
@@ -522,9 +522,8 @@ def entropy(logits):
     return -(logp.exp() * torch.where(logp > -math.inf, logp, 0)).sum(-1)
 
 def certainty(logits, kind="negentropy"):
-    """Certainty J of a policy, in [0, 1]: (..., V) to (...). 1 for one-hot, 0 for uniform.
-    "negentropy": (Hmax - H) / Hmax with Hmax = log V, [V] Eq. 2. "max_prob": 1 + log(max p) / log V,
-    [V] released code (C1)."""
+    """Certainty J of a policy, (..., V) to (...): 1 for one-hot, 0 for uniform. "negentropy": (Hmax - H) / Hmax with
+    Hmax = log V, [V] Eq. 2. "max_prob": 1 + log(max p) / log V, [V] released code (C1)."""
     if kind not in ("negentropy", "max_prob"):
         raise UserError(f"certainty {kind}: allowed are negentropy, max_prob")
     uncertainty = entropy(logits) if kind == "negentropy" else -logits.float().log_softmax(-1).max(-1).values
@@ -596,9 +595,8 @@ def trust_region_mask(ratio, advantages, divergence, delta):
 
 # ---- Advantages and losses.
 def gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the mask.
-    Each row of the mask is one run of True. The episode ends after it, also where it was cut off by the
-    length limit: nothing is bootstrapped."""
+    """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the mask, in each row a
+    run of True. The episode ends after it, also where the length limit cut it off: nothing is bootstrapped."""
     rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
     advantages = torch.zeros_like(values)
     following = next_value = torch.zeros_like(values[:, 0])          # advantage and value at t+1
@@ -610,8 +608,8 @@ def gae(rewards, values, mask, gamma, lam):
 
 def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.2, eps_high=0.2, divergence=None,
                 delta=0.15, ratio_cap=math.inf, logp_anchor=None):
-    """Surrogate loss: (B, T) log-probabilities under pi and mu, advantages and mask to (scalar, info).
-    The gradient is that of [Q] Eq. 23, M min(r, C) A grad log pi with r = pi / mu and C = ratio_cap.
+    """Surrogate loss: (B, T) log-probabilities under pi and mu, advantages and mask to (scalar, info). The gradient is
+    that of [Q] Eq. 23, M min(r, C) A grad log pi with r = pi / mu and C = ratio_cap, averaged over the tokens.
     M compares pi with the anchor: mu, or the policy of `logp_anchor` (B, T). By trust_region:
     "clip": PPO, min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), Eq. 10; the eps are numbers or both (B, T).
     "divergence": DPPO, M r A, Eq. 12; needs `divergence` (B, T) between anchor and pi.
@@ -620,7 +618,7 @@ def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.
     anchor = logp_mu if logp_anchor is None else logp_anchor
     logp, logp_mu, anchor, advantages = (torch.where(mask, x, 0) for x in (logp, logp_mu, anchor, advantages))
     ratio, moved = ((logp - x).clamp(-LOG_LIMIT, LOG_LIMIT).exp() for x in (logp_mu, anchor))
-    weight = ratio if ratio_cap == math.inf else ratio * (ratio.clamp(max=ratio_cap) / ratio).detach()
+    weight = ratio * (ratio.clamp(max=ratio_cap) / ratio).detach()
     stopped = torch.zeros_like(weight)                               # value of a token that is not kept
     if trust_region == "clip":
         keep = ~((advantages > 0) & (moved > 1 + eps_high) | (advantages < 0) & (moved < 1 - eps_low))
@@ -654,7 +652,7 @@ class Rollout:
     mask: torch.Tensor                # (B, T) bool: ids[:, t+1] is a response token
     logits: torch.Tensor              # (B, T, V) float32: mu's, as the sampler computed them
     logp: torch.Tensor                # (B, T) float32: log mu(ids[:, t+1] | ids[:, :t+1])
-    values: torch.Tensor              # (B, T) float32
+    values: torch.Tensor              # (B, T) float32, the sampler's
     correct: torch.Tensor             # (B,) float32: the reward at the end of each episode
     problems: list                    # B pairs (a, b)
     advantages: torch.Tensor = None   # (B, T) float32; from here on filled in by `prepare`
@@ -765,9 +763,8 @@ def update(policy, optimizer, batch, cfg, iteration):
 SETS = ("N", "N+1", "N+2", "N+3")  # digits of the longer operand
 
 def critical_tokens(a, b, digits):
-    """Name to index in scratchpad(a, b) of each critical token, [V] appendix B.
-    In lines 1 to 3, for an operand of digits + g digits: the last 2g characters of its list, the commas
-    and digits of the positions that pretraining did not have."""
+    """Name to index in scratchpad(a, b) of each critical token, [V] appendix B: in lines 1 to 3, for an operand of
+    digits + g digits, the last 2g characters of its list, commas and digits that pretraining did not have."""
     found, start = {}, len("\n<scratch>\n")
     for i, line in enumerate(scratchpad(a, b).split("\n")[2:5], 1):
         for operand, number, digit_list in zip(("first", "second"), (a, b), re.finditer(r"\[([0-9,]*)\]", line)):
@@ -878,7 +875,7 @@ def peak_memory_mb(device):
 
 class Log:
     """What a run prints: one live line on a terminal, elsewhere a plain line every 20 seconds. It also
-    holds Ctrl-C while training: the first asks to stop after the iteration, the second stops at once."""
+    holds Ctrl-C while training: the first asks to stop at the next whole step, the second stops at once."""
     def __init__(self, training=True, quiet=False):
         self.live, self.last, self.first, self.interrupted = sys.stdout.isatty(), 0.0, {}, False
         self.quiet = quiet or RANK > 0
@@ -895,8 +892,8 @@ class Log:
 
     def progress(self, what, step, total, detail):
         now = time.time()
-        first_step, began = self.first.setdefault(what, (step - 1, now))
-        if now - self.last >= (0.2 if self.live else 20):
+        first_step, began = self.first.setdefault(what, (step, now))
+        if step > first_step and now - self.last >= (0.2 if self.live else 20):
             left = (now - began) / (step - first_step) * (total - step)
             self.last = now
             self.line(f"{what} {step}/{total}  {detail()}  {left:.0f} s left", end="" if self.live else "\n")
@@ -944,25 +941,23 @@ def train(cfg, log):
     if (folder / "summary.json").exists():
         log.line(f"{folder}: this run is complete")
         return print_summary(json.loads((folder / "summary.json").read_text()), cfg, log)
+    checkpoint, source = folder / "checkpoint.pt", fingerprint(cfg, PRETRAINING_FIELDS)
+    if checkpoint.exists() and load(checkpoint, "cpu", {}, "pretrained") != [source]:
+        raise UserError(f"{folder}: began with another torch or number of processes; use these or another --name")
     policy, pretrain_seconds = pretrain(cfg, log)
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0)
     sampler = copy.deepcopy(policy).to(getattr(torch, cfg.sampler_dtype))
-    done, rows, recent, seconds = 0, [], [], 0.0
-    if (folder / "checkpoint.pt").exists():
-        done, rows, recent, seconds = load(
-            folder / "checkpoint.pt", cfg.device, dict(policy=policy, sampler=sampler, optimizer=optimizer),
-            "done", "rows", "recent", "seconds")
+    parts, done, rows, recent, seconds = dict(policy=policy, sampler=sampler, optimizer=optimizer), 0, [], [], 0.0
+    if checkpoint.exists():
+        done, rows, recent, seconds = load(checkpoint, cfg.device, parts, "done", "rows", "recent", "seconds")
         log.line(f"{folder}: goes on from iteration {done}")
     all_ranks(None)                                                  # nobody writes before all have read
     began, fixed = time.time() - seconds, fixed_problems(reference, cfg)
-
     def keep():
         write(folder / "metrics.csv", csv_text(rows))
-        write(folder / "checkpoint.pt", dict(
-            version=VERSION, policy=policy.state_dict(), sampler=sampler.state_dict(), done=done, rows=rows,
-            optimizer=optimizer.state_dict(), recent=recent, seconds=time.time() - began))
-
+        write(checkpoint, {name: part.state_dict() for name, part in parts.items()} | dict(
+            version=VERSION, done=done, rows=rows, recent=recent, seconds=time.time() - began, pretrained=source))
     while True:
         due = done % cfg.eval_every == 0 or done == cfg.iterations
         if due and not (rows and rows[-1]["iteration"] == done):
@@ -987,7 +982,7 @@ def train(cfg, log):
         try:
             recent.append(update(policy, optimizer, batch, cfg, done) | dict(lr=lr))
         except UserError as error:
-            raise UserError(f"{error}; the last good checkpoint is {folder / 'checkpoint.pt'}") from None
+            raise UserError(f"{error}; the last good checkpoint is {checkpoint}") from None
         done += 1
         log.progress("iteration", done, cfg.iterations, lambda: f"reward {recent[-1]['reward']:.2f}")
         if done % (2 * cfg.eval_every) == 0:
@@ -995,7 +990,8 @@ def train(cfg, log):
             log.line(f"  sampled, reward {batch.correct[0]:.0f}: {a}+{b}\n  " + answer.strip().replace("\n", "\n  "))
         if any(all_ranks(log.interrupted)):
             keep()
-            log.line(f"stopped after iteration {done}; to go on: python critkl.py --resume {folder}")
+            log.line(f"stopped after iteration {done}; to go on: the same command, or --resume {folder}")
+            all_ranks(None)                                          # none ends before the first has saved
             raise KeyboardInterrupt
     after, critical_after = test_accuracy(policy, cfg, cfg.test_problems)
     before, critical_before = test_accuracy(reference, cfg, cfg.test_problems)
@@ -1073,7 +1069,9 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
         listed |= {(i, t) for t in critical}
         uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
-    outcome = zip(places, *(force(reference, problems, places, wrong)[1] for wrong in (False, True)))
+    chunks = [places[i:i + 100] for i in range(0, len(places), 100)]           # one batch would take gigabytes
+    outcome = zip(places, *(torch.cat([force(reference, problems, some, wrong)[1] for some in chunks])
+                            for wrong in (False, True)))
     decisive = {place for place, with_true, with_wrong in outcome if with_true and not with_wrong}
     return {name: bootstrap(torch.stack(x)) for name, x in gaps.items()}, {
         "listed": len(listed), "listed and decisive": len(listed & decisive), "uncertain": len(uncertain),
@@ -1097,7 +1095,7 @@ def inspect(cfg, log):
     write(folder / "inspect.json", dict(problem=cfg.problem, text=answer, certainty=J, correct=bool(batch.correct[0])))
 
 def bench(cfg, log):
-    """Time, tokens/s, share of the machine's rate and peak memory of each phase, to bench.json.
+    """Time, tokens/s, share of the machine's rate and peak memory so far of each phase, to bench.json.
     Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for each
     weight a token meets and 2 T C for causal attention in each layer; a training step as three of them.
     The machine's rate is that of a 2048 x 2048 matrix product, float32 on the CPU, bfloat16 on CUDA."""
@@ -1160,32 +1158,34 @@ def parse(argv):
     except TypeError as error:                                       # settings of another version
         raise UserError(f"--resume {resume}: {error}") from None
     if run_folder(cfg) != folder:
-        raise UserError(f"--resume {resume}: renamed, or of another version; its settings now name {run_folder(cfg)}")
+        raise UserError(f"--resume {resume}: renamed, or other version or number of processes: now {run_folder(cfg)}")
     return cfg
 
 def start(cfg):
     """Resolve device and threads into `cfg`, join the other processes."""
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: no CUDA device here; allowed are auto, cpu")
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if cfg.device == "cuda" and torch.cuda.device_count() <= (local := int(os.environ.get("LOCAL_RANK", 0))):
+        raise UserError(f"--device cuda: no CUDA device {local} here (one for each process); allowed is cpu")
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     cfg.threads = torch.get_num_threads()
     if WORLD > 1:
         if cfg.minibatch % WORLD or cfg.pretrain_batch % WORLD or cfg.mode not in MODES:
-            raise UserError(f"{WORLD} processes: must divide --minibatch and --pretrain-batch, and only train")
+            raise UserError(f"{WORLD} processes: they must divide --minibatch and --pretrain-batch, and can only train")
         if cfg.device == "cuda":
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(local)
         torch.distributed.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
 
 def main(argv=None):
     try:
         cfg = parse(argv)
         start(cfg)
-        log = Log(cfg.mode in MODES, quiet=cfg.json)
+        log = Log(cfg.mode in MODES, quiet=cfg.json and cfg.mode == "bench")
         log.line(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
         dict(evaluate=evaluate, inspect=inspect, bench=bench).get(cfg.mode, train)(cfg, log)
-        all_ranks(None)                                              # nobody ends before all have done their part
+        if WORLD > 1:
+            all_ranks(None)                                          # none ends before the first has saved
+            torch.distributed.destroy_process_group()
         return 0
     except (UserError, OSError) as error:
         print(f"critkl.py: error: {error}", file=sys.stderr)

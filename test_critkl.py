@@ -1223,6 +1223,15 @@ def test_killed_at_random_moments_it_goes_on_from_a_whole_checkpoint(tmp_path):
         done = len(rows)
 
 
+def test_progress_tells_the_time_left(monkeypatch, capsys):
+    times = iter([0, 30, 60])
+    monkeypatch.setattr(critkl.time, "time", lambda: next(times))
+    log = critkl.Log(training=False)
+    for step in (1, 2, 3):
+        log.progress("x", step, 5, str)
+    assert capsys.readouterr().out.splitlines() == ["x 2/5    90 s left", "x 3/5    60 s left"]
+
+
 # ----------------------------------------------------------------------------------------------------
 # Several processes.
 
@@ -1295,11 +1304,16 @@ def test_a_run_of_two_processes_is_that_of_one(tmp_path):
         assert a.keys() == b.keys()
         for name in a.keys() - {"seconds", "share", "grad_norm"}:
             assert a[name] == b[name] == "" or abs(float(a[name]) - float(b[name])) < 1e-3, name
+    (tmp_path / "two" / "critical-x-seed0" / "summary.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    alone = subprocess.run([sys.executable, *command, tmp_path / "two"], cwd=here, timeout=120, capture_output=True)
+    assert alone.returncode == 2 and b"number of processes" in alone.stderr   # its reference is another model
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_one_failing_process_ends_the_job_with_its_message(tmp_path):
     done = torchrun("critkl.py", "--minibatch", "1", "--episodes", "3", "--out", str(tmp_path / "runs"))
-    assert done.returncode != 0 and "2 processes: must divide --minibatch" in done.stderr
+    assert done.returncode != 0 and "2 processes: they must divide --minibatch" in done.stderr
     assert not (tmp_path / "runs").exists()
 
 
