@@ -1249,6 +1249,7 @@ batch = c.rollout(policy, [c.rl_problem(rng, cfg) for _ in range(8)], 0)
 batch.correct = (torch.arange(8) % 3 == 0).float()
 c.prepare(batch, policy, reference, cfg)
 info = c.update(policy, torch.optim.SGD(policy.parameters(), lr=0.0), batch, cfg, 0)
+c.write(c.Path(sys.argv[1] + f"-by-{c.RANK}"), "")
 examined = [c.examine(policy, batch.problems[:n], 1) for n in (1, 5)]
 if c.RANK == 0:
     torch.save(dict(grads=[p.grad for p in policy.parameters()], ids=batch.ids, logits_ref=batch.logits_ref, info=info,
@@ -1275,6 +1276,7 @@ def test_two_processes_learn_what_one_does(tmp_path):
     assert done.returncode == 0, done.stderr
     one, two = (torch.load(tmp_path / name, weights_only=True) for name in ("one", "two"))
     assert torch.equal(one["ids"], two["ids"])
+    assert (tmp_path / "two-by-0").exists() and not (tmp_path / "two-by-1").exists()
     assert max(g.abs().max() for g in one["grads"]) > 1e-3
     for a, b in zip(one["grads"], two["grads"]):
         close(a, b, 1e-6)
