@@ -52,7 +52,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VERSION = "1.1"
+VERSION = "1.2"
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
 
 class UserError(ValueError):
@@ -179,6 +179,7 @@ def stream(*key):
 # ---- Several processes, started by torchrun: each takes its rows of the same batch, what all need is gathered,
 # gradients are summed. WORLD = 1 is the same code.
 def my_share(rows):
+    """The consecutive rows of a batch, a tensor or list, that this process computes."""
     return rows[RANK * len(rows) // WORLD:(RANK + 1) * len(rows) // WORLD]
 
 def all_ranks(value):
