@@ -417,7 +417,7 @@ def sweep(groups, name):
             family = [g for g in groups if "beta" not in g.key and same(g) == same(family[0])][:1] + family
         curves.append((label, style, [number(g.key, name) if name in g.key else 0 for g in family],
                        [ends(family, digits) for digits in (target, "N")]))
-    xlabel = {"beta": "beta, the exponent of the certainty (0: standard penalty)", "kl_coef": "alpha, the coefficient of the penalty"}[name]
+    xlabel = {"beta": "beta (0: the standard penalty)", "kl_coef": "alpha, the coefficient of the penalty"}[name]
     return pair([f"at {target} digits", "at N digits"], xlabel, "expected success at the end, %", curves,
                 sorted({x for _, _, at, _ in curves for x in at}))
 
