@@ -800,8 +800,10 @@ def force(policy, problems, places, wrong=True):
         put.append(likeliest.replace(true[index], "")[0] if wrong else true[index])
         starts.append(encode(begin + true[:index] + put[-1]))
         drafts.append(encode(true[index + 1:]))
-    ids, _, _, _ = generate(policy, starts, drafts, max(map(len, drafts)) + 16)
-    answers = [decode(row).rstrip(PAD)[len(prompt(*problems[i])):] for row, (i, _) in zip(ids, places)]
+    rows, limit = [], max(map(len, drafts)) + 16
+    for i in range(0, len(places), 100):                             # all at once would take gigabytes
+        rows += generate(policy, starts[i:i + 100], drafts[i:i + 100], limit)[0]
+    answers = [decode(row).rstrip(PAD)[len(prompt(*problems[i])):] for row, (i, _) in zip(rows, places)]
     return put, torch.tensor([is_correct(*problems[i], text) for text, (i, _) in zip(answers, places)])
 
 def bootstrap(values, resamples=1000):
@@ -1070,9 +1072,7 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
         listed |= {(i, t) for t in critical}
         uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
-    chunks = [places[i:i + 100] for i in range(0, len(places), 100)]           # one batch would take gigabytes
-    outcome = zip(places, *(torch.cat([force(reference, problems, some, wrong)[1] for some in chunks])
-                            for wrong in (False, True)))
+    outcome = zip(places, *(force(reference, problems, places, wrong)[1] for wrong in (False, True)))
     decisive = {place for place, with_true, with_wrong in outcome if with_true and not with_wrong}
     return {name: bootstrap(torch.stack(x)) for name, x in gaps.items()}, {
         "listed": len(listed), "listed and decisive": len(listed & decisive), "uncertain": len(uncertain),

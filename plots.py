@@ -328,7 +328,7 @@ def styles(groups):
     three do, each group has a look of its own."""
     modes, found = [g.key["mode"] for g in groups], []
     for i, mode in enumerate(modes):
-        colour, line, marker = COLOURS[i % 8], LINES[i % 4], "os^Dv<>P*X"[i % 10]
+        colour, line, marker = COLOURS[i % len(COLOURS)], LINES[i % 4], "os^Dv<>P*X"[i % 10]
         if mode in MODES and max(map(modes.count, modes)) <= 3:
             colour, line, marker = MODES[mode]
             if modes.count(mode) > 1:
@@ -364,7 +364,8 @@ PANELS = {
                          ("at N digits: what it knew before", ""): ["accuracy_N"]}, 1, 3.6, (0, 103)),
     "critical_tokens": ({
         (f"line {line}, {operand} operand", "probability of the\nright token, %" if line == 1 else ""):
-        [f"line{line}_{operand}_n+1_comma"] for operand in ("first", "second") for line in (1, 2, 3)}, 2, 5, (None, 101)),
+        [f"line{line}_{operand}_n+1_comma"] for operand in ("first", "second") for line in (1, 2, 3)
+    }, 2, 5, (None, 101)),
     "trust_region": ({("episodes solved (reward)", "share of rollouts, %"): ["reward"],
                       ("masked tokens", "share of tokens, %"): ["masked"],
                       ("largest and smallest π − μ", "probability, %"): ["drift_max", "drift_min"],
@@ -460,8 +461,8 @@ def accuracy_by_digits(groups):
     curves = [(label, style, np.arange(4) + 0.3 * ((i + 0.5) / len(groups) - 0.5), [
         100 * np.array([bounds(g.graded(kind, digits, "sampled")) for digits in LENGTHS]).T
         for kind in ("identical", "varying")]) for i, ([g], label, style) in enumerate(looks([[g] for g in groups]))]
-    return pair(["identical lengths", "varying lengths"], "digits of the longer operand", "success of sampled answers, %",
-                curves, range(4), LENGTHS, (-3, 103))
+    return pair(["identical lengths", "varying lengths"], "digits of the longer operand",
+                "success of sampled answers, %", curves, range(4), LENGTHS, (-3, 103))
 
 
 def mismatch(groups):
@@ -511,7 +512,7 @@ def growth(groups):
                                   ylabel="memory of the process, MB" if memory else "time, s")
         for k, (label, (y, exponent)) in enumerate(curves.items()):
             if (label == "peak memory") == memory:
-                axes.plot(x, y, color=COLOURS[k % 8], linestyle=LINES[k % 4], marker="os^D"[k % 4],
+                axes.plot(x, y, color=COLOURS[k % len(COLOURS)], linestyle=LINES[k % 4], marker="os^D"[k % 4],
                           label=f"{label}, exponent {exponent:.2f}")
         axes.set_xticks(x, map(show, x))
         axes.xaxis.minorticks_off()

@@ -934,6 +934,8 @@ def test_forced_tokens_against_a_loop(model, heads):
     model, problems = model(heads), PROBLEMS[:2]
     places = [(i, t) for i in (1, 0) for t in (1, 30, 61, len(scratchpad(*problems[i])) - 2)]
     wrong, right = critkl.force(model, problems, places)
+    again, all_right = critkl.force(model, problems, places * 13)    # more than are decoded at a time
+    assert again == wrong * 13 and torch.equal(all_right, right.repeat(13))
     for (i, t), character, correct in zip(places, wrong, right):
         begin, true = prompt(*problems[i]), scratchpad(*problems[i])
         with torch.no_grad():
