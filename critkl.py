@@ -1,305 +1,352 @@
 """critkl: reinforcement learning of a small language model on critical tokens, in one file.
 
-    python critkl.py --mode critical      pretrain (cached), then PPO with the prioritized KL penalty
-    python critkl.py --mode standard      the same with the usual KL penalty; --mode none: without one
+    python critkl.py --mode critical      pretrain (cached), then PPO with the critical KL penalty
+    python critkl.py --mode standard      the same with the standard penalty; --mode none: without
     python critkl.py --mode dppo          the ratio clip replaced by a mask on the divergence
-    python critkl.py --mode evaluate      tables of the pretrained model (or of --checkpoint FOLDER)
-    python critkl.py --help               every setting; --mode inspect and bench
+    python critkl.py --mode evaluate      tables of the pretrained model, or of --checkpoint FOLDER
+    python critkl.py --help               every setting; also --mode inspect and --mode bench
 
 Two papers, cited below by letter and equation:
-  [V] Vassoyan et al., Ignore the KL Penalty! Boosting Exploration on Critical Tokens ..., arXiv 2502.06533.
+  [V] Vassoyan et al., Ignore the KL Penalty! Boosting Exploration on Critical Tokens to Enhance
+      RL Fine-Tuning, arXiv 2502.06533. Its "prioritized" penalty is called critical here.
   [Q] Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
 
-A language model that adds on a scratchpad is trained for numbers of up to N digits, then by RL on
-N+1 digits. Notation: B episodes, T positions, V tokens; mu is the rollout policy, pi the policy being
-trained, ref the frozen pretrained policy. A position t holds the state ids[:, :t+1] and the action
-ids[:, t+1], so that all (B, T) tensors of a batch with T+1 tokens line up.
+A language model that adds on a scratchpad is pretrained on numbers of up to N digits, then trained
+by RL on N+1. B episodes, T positions, V tokens; mu is the rollout policy, pi the policy being
+trained, ref the frozen pretrained one. Position t holds the state ids[:, :t+1] and the action
+ids[:, t+1], so all (B, T) tensors of a batch with T+1 tokens line up.
 
-Departures from the papers (D) and from their authors' released code (C); the README explains each.
-  D1  The model: rotary positions on half of the channels, layer norm without parameters, no biases but the head's.
-  D2  Preset laptop: N = 3, and a share `dial` of the pretraining problems is drawn like RL's (others: none).
-  D3  Pretraining uses Muon for the hidden matrices and AdamW for the rest.
-  D4  PPO, whitened advantages, a falling learning rate; A2C is the case of one epoch with one minibatch (tested).
+Departures from the papers (D) and from their authors' code (C); the README explains each.
+  D1  Model: a position's input is the embedding of its token and half of that of the token before;
+      rotary positions on half of the channels; layer norm without parameters; no biases but the
+      value head's.
+  D2  Planted mistakes: a share `dial` of the pretraining problems has N+1 digits. There the list of
+      an operand that is longer than N digits can make it is closed one digit early with
+      probability `mistakes`. The model of [V] makes this mistake by itself at N = 7; one that is
+      trained in minutes makes it always or never. See `close_early`.
+  D3  Pretraining: Muon for the hidden matrices, AdamW for the rest.
+  D4  PPO with whitened advantages and a falling learning rate. One epoch of one minibatch is A2C,
+      which [V] uses.
   D5  GAE with lambda = 1: the only reward comes at the end, some 250 tokens late.
-  D6  Training and evaluation problems are split by a hash of the problem, so they never overlap.
-  D7  Log-ratios are cut to [-20, 20] before exp in the ratio, and at 20 in k3.
-  D8  The value loss trains the value head alone, so it does not move the policy; its coefficient is 1.
-  D9  [V] table 1 is taken on the true answers, and of the other tokens gives the mean (paper: the minimum).
-  D10 [Q] GAE, whitened advantages unless asked: --advantage group; the mean over a minibatch's tokens (Eq. 12: sums).
-  D11 The KL penalty is estimated from mu's samples without weights, also where pi has moved away from mu.
-  C1  [V] certainty is the text's negentropy; released: --certainty max_prob --certainty-temperature 4.
-  C2  [V] policy and sampler use temperature 1; the released code divides logits by 2: --temperature 2.
-  C3  [V] the KL term is added to the loss (the released PPO class subtracts it).
-  C4  [Q] no constant inside logarithms, no cap (released: 10), the top K and the sampled token (released: K in all).
+  D6  Training and test problems are split by a hash of the two numbers, so they never overlap.
+  D7  Log-ratios are cut to [-20, 20] before exp. This bounds a token's weight; its gradient stays.
+  D8  The value loss trains the value head alone, so it does not move the policy.
+  D9  [V] table 1 is taken on the true answers; of the other tokens it gives the mean (paper: the
+      minimum).
+  D10 [Q]: GAE and whitening unless --advantage group; the mean over a minibatch's tokens (Eq. 12
+      sums).
+  D11 The KL penalty is estimated from mu's samples without weights, also where pi has left mu.
+  C1  [V] certainty is the text's negentropy. Released: max_prob at temperature 4.
+  C2  [V] temperature 1. The released code divides logits by 2: --temperature 2.
+  C3  [V] the KL term is added to the loss. The released PPO class subtracts it.
+  C4  [Q] nothing is added inside logarithms; no cap on the ratio (released: 10); the sampled token
+      joins the top K (released: it replaces the K-th).
 """
 import argparse
 import copy
-import itertools
+import functools
+import hashlib
 import json
 import math
 import os
 import platform
 import random
 import re
+import shlex
 import signal
 import sys
+import tempfile
+import threading
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+if __name__ == "__main__":                                           # Ctrl-C while torch loads
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VERSION = "1.2"
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+VERSION = "2.0"
+
 
 class UserError(ValueError):
     """A mistake of the user's: printed as one line, exit code 2."""
 
-# ---- Configuration: one dataclass; every field is a flag, --help is made from it.
-PRESETS = {
-    "laptop": dict(),
-    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=12000, window=8),
-    # the size and from iterations on the RL of [V] tables 2 and 3, section 5.3: GPT-2 small without its embeddings, A2C
-    "paper": dict(digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000, pretrain_batch=64,
-                  pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50, lr=1e-6,
-                  entropy_coef=5e-4, value_coef=0.1, kl_coef=5.0, method="pg_is")}
-MODES = {"pretrain": dict(penalty="none", iterations=0), "none": dict(penalty="none"),
-         "standard": dict(penalty="standard"), "critical": dict(penalty="critical"),
-         "dppo": dict(penalty="none", method="dppo")}
-DIVERGENCES = ("binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl")
-# The methods that [Q] compares, each a row: mask, its bounds, cap C and anchor of Eq. 23.
-METHODS = {
-    "ppo": dict(trust_region="clip"),
-    "pg_is": dict(trust_region="none"),
-    "cispo": dict(trust_region="none", ratio_cap=3.0),
-    "grpo_clip_higher": dict(trust_region="clip", eps_high=0.28),
-    "minirl": dict(trust_region="clip", eps_high=0.28, anchor="recomputed"),
-    "minirl_tis": dict(trust_region="clip", eps_high=0.28, anchor="recomputed", ratio_cap=3.0),
-    "dppo": dict(trust_region="divergence"),
-    "negative_only": dict(trust_region="negative", delta=0.5)}
 
-def option(default, text, low=-math.inf, high=math.inf, choices=None):
-    """A Config field with its help text and what it allows: choices, or low <= value <= high."""
-    return field(default=default, metadata=dict(help=text, low=low, high=high, choices=choices))
+# ---- Settings: one dataclass. Every field is a flag, and --help is made from it.
+
+RL_MODES = ("none", "standard", "critical", "dppo")
+TRAINING_MODES = ("pretrain", *RL_MODES)
+MODES = (*TRAINING_MODES, "evaluate", "inspect", "bench")
+PENALTIES = ("none", "standard", "critical")
+TRUST_REGIONS = ("clip", "divergence", "negative", "none")
+DIVERGENCES = ("binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl")
+METHODS = ("ppo", "pg_is", "cispo", "grpo_clip_higher", "minirl", "minirl_tis", "dppo",
+           "negative_only")
+
+
+def option(default, text, low=None, high=None, choices=None, needs=None):
+    """A field of Config: its help text, and what it allows.
+
+    Numbers: low to high. Text: one of the choices. `needs` = (other field, values): the setting
+    has an effect only where the other field has one of these values.
+    """
+    return field(default=default, metadata=dict(
+        help=text, low=low, high=high, choices=choices, needs=needs))
+
+
+NEEDS_RL = ("mode", (*RL_MODES, "bench"))
+NEEDS_PENALTY = ("penalty", ("standard", "critical"))
+NEEDS_CRITICAL = ("penalty", ("critical",))
+NEEDS_CLIP = ("trust_region", ("clip",))
+
 
 @dataclass
 class Config:
-    mode: str = option("critical", "what to do", choices=(*MODES, "evaluate", "inspect", "bench"))
-    preset: str = option("laptop", "a set of defaults", choices=(*PRESETS,))
+    mode: str = option("critical", "what to do", choices=MODES)
+    preset: str = option("laptop", "a set of defaults", choices=("laptop", "laptop7", "paper"))
+    # task and pretraining
     digits: int = option(3, "N: pretraining covers numbers of 1 to N digits", 1, 30)
     extra: int = option(1, "k: RL problems have an operand of N+k digits", 1, 3)
-    dial: float = option(0.04, "share of pretraining problems drawn like those of RL (0: strictly none)", 0, 1)
-    layers: int = option(3, "transformer blocks", 1, 96)
+    dial: float = option(0.4, "share of pretraining problems drawn like those of RL", 0, 1)
+    mistakes: float = option(0.2, "in these, probability to close a long list early", 0, 1)
+    layers: int = option(2, "transformer blocks", 1, 96)
     width: int = option(64, "width of the residual stream", 4, 16384)
-    heads: int = option(4, "attention heads", 1, 128)
-    window: int = option(0, "the first block sees this many tokens and it alone has positions (0: all see all)", 0)
-    pretrain_steps: int = option(1600, "optimizer steps of pretraining", 1)
-    pretrain_batch: int = option(16, "problems per pretraining step", 1)
-    pretrain_lr: float = option(0.012, "learning rate of pretraining (falls linearly to 5%%)", 0, 1)
+    heads: int = option(2, "attention heads", 1, 128)
+    window: int = option(0, "the first block sees this many tokens and it alone has positions "
+                            "(0: all blocks see all)", 0, 100_000)
+    pretrain_steps: int = option(1400, "optimizer steps of pretraining", 1, 10**9)
+    pretrain_batch: int = option(16, "problems per pretraining step", 1, 4096)
+    pretrain_lr: float = option(0.012, "its learning rate (falls linearly to 5%%)", 0, 1)
     pretrain_weight_decay: float = option(0.1, "weight decay of the hidden matrices", 0, 1)
-    iterations: int = option(80, "RL iterations: one batch of rollouts each", 0)
-    episodes: int = option(64, "rollouts per iteration", 1)
-    epochs: int = option(2, "passes over each batch of rollouts", 1, 100)
-    minibatch: int = option(16, "episodes per optimizer step", 1)
-    lr: float = option(3e-4, "learning rate of RL (falls linearly to 0)", 0, 1)
-    gamma: float = option(1.0, "discount", 0, 1)
-    lam: float = option(1.0, "lambda of GAE", 0, 1)
-    value_coef: float = option(1.0, "coefficient of the value loss", 0, 1e6)
-    entropy_coef: float = option(0.0, "coefficient of the entropy bonus", 0, 1e6)
-    max_grad_norm: float = option(1.0, "gradient clipping (0: none)", 0)
+    # RL
+    iterations: int = option(25, "RL iterations: one batch of rollouts each", 0, 10**9,
+                             needs=("mode", RL_MODES))
+    episodes: int = option(64, "rollouts per iteration", 1, 4096, needs=NEEDS_RL)
+    epochs: int = option(2, "passes over each batch of rollouts", 1, 100, needs=NEEDS_RL)
+    minibatch: int = option(16, "episodes per optimizer step", 1, 4096, needs=NEEDS_RL)
+    lr: float = option(3e-4, "learning rate of RL (falls linearly to 0)", 0, 1, needs=NEEDS_RL)
+    gamma: float = option(1.0, "discount", 0, 1, needs=("advantage", ("gae",)))
+    lam: float = option(1.0, "lambda of GAE", 0, 1, needs=("advantage", ("gae",)))
+    value_coef: float = option(1.0, "coefficient of the value loss", 0, 1e6,
+                               needs=("advantage", ("gae",)))
+    entropy_coef: float = option(0.0, "coefficient of the entropy bonus", 0, 1e6, needs=NEEDS_RL)
+    max_grad_norm: float = option(1.0, "gradient clipping (0: none)", 0, 1e9, needs=NEEDS_RL)
     temperature: float = option(1.0, "policies are softmax(logits / temperature)", 0.01, 100)
     # KL penalty, [V] section 4
-    penalty: str = option("critical", "KL penalty (set by --mode)", choices=("none", "standard", "critical"))
-    kl_coef: float = option(2.0, "alpha: coefficient of the KL penalty", 0, 1e6)
-    kl_kind: str = option("k2", "KL estimator", choices=("k1", "k2", "k3", "exact"))
-    beta: float = option(150.0, "exponent of the certainty in the critical penalty", 0, 1e9)
-    certainty: str = option("negentropy", "certainty of the reference", choices=("negentropy", "max_prob"))
-    certainty_temperature: float = option(0.0, "temperature it is computed at (0: that of the policies)", 0, 100)
+    penalty: str = option("critical", "KL penalty (set by --mode)", choices=PENALTIES)
+    alpha: float = option(2.0, "coefficient of the KL penalty", 0, 1e6, needs=NEEDS_PENALTY)
+    beta: float = option(150.0, "exponent of the certainty", 0, 1e9, needs=NEEDS_CRITICAL)
+    kl_kind: str = option("k2", "KL estimator", choices=("k1", "k2", "k3", "exact"),
+                          needs=NEEDS_PENALTY)
+    certainty: str = option("negentropy", "certainty of the reference",
+                            choices=("negentropy", "max_prob"), needs=NEEDS_CRITICAL)
+    certainty_temperature: float = option(0.0, "temperature it is computed at (0: the policies')",
+                                          0, 100, needs=NEEDS_CRITICAL)
     # trust region, [Q] section 4
-    method: str = option("ppo", "sets the trust region, its bounds, cap and anchor", choices=(*METHODS,))
-    trust_region: str = option("clip", "trust region", choices=("clip", "divergence", "negative", "none"))
-    eps_low: float = option(0.2, "clip: ratios below 1 - eps_low", 0, 1)
-    eps_high: float = option(0.2, "clip: ratios above 1 + eps_high", 0)
-    divergence: str = option("binary_tv", "divergence of the mask", choices=DIVERGENCES)
-    delta: float = option(0.15, "threshold of the masks divergence (in [Q] 0.15 for TV, 0.05 for KL) and negative", 0)
-    top_k: int = option(20, "K of the top-K divergences", 1)
-    ratio_cap: float = option(math.inf, "C: cap of the importance weight", 0)
-    anchor: str = option("rollout", "compare pi with mu or itself before the update", choices=("rollout", "recomputed"))
-    relax: str = option("none", "ends of the clip lifted for unlikely tokens", choices=("none", "high", "low", "both"))
-    relax_below: float = option(0.1, "which tokens these are: mu below this", 0, 1)
-    advantage: str = option("gae", "value head, or reward less the mean of its group", choices=("gae", "group"))
-    group: int = option(8, "answers per problem with group advantages", 2)
-    sampler_dtype: str = option("float32", "weights of the sampler", choices=("float32", "bfloat16"))
-    staleness: int = option(1, "iterations for which the sampler keeps its weights, so that rollouts grow stale", 1)
-    fixed: int = option(0, "RL on this many fixed problems, solved sometimes before (0: new ones each time)", 0)
+    method: str = option("ppo", "sets trust region, bounds, cap and anchor", choices=METHODS)
+    trust_region: str = option("clip", "trust region", choices=TRUST_REGIONS)
+    eps_low: float = option(0.2, "clip: ratios below 1 - eps_low", 0, 1, needs=NEEDS_CLIP)
+    eps_high: float = option(0.2, "clip: ratios above 1 + eps_high", 0, 1e6, needs=NEEDS_CLIP)
+    divergence: str = option("binary_tv", "divergence of the mask", choices=DIVERGENCES,
+                             needs=("trust_region", ("divergence",)))
+    delta: float = option(0.15, "threshold of the mask ([Q]: 0.15 for TV, 0.05 for KL)", 0, 1e6,
+                          needs=("trust_region", ("divergence", "negative")))
+    top_k: int = option(20, "K of the top-K divergences", 1, 1_000_000,
+                        needs=("divergence", ("topk_tv", "topk_kl")))
+    ratio_cap: float = option(0.0, "C: cap of the importance weight (0: none)", 0, 1e6,
+                              needs=NEEDS_RL)
+    anchor: str = option("rollout", "compare pi with mu, or with itself before the update",
+                         choices=("rollout", "recomputed"),
+                         needs=("trust_region", ("clip", "divergence", "negative")))
+    relax: str = option("none", "ends of the clip lifted for unlikely tokens",
+                        choices=("none", "high", "low", "both"), needs=NEEDS_CLIP)
+    relax_below: float = option(0.1, "which tokens these are: mu below this", 0, 1,
+                                needs=("relax", ("high", "low", "both")))
+    advantage: str = option("gae", "by the value head, or reward less the mean of its group",
+                            choices=("gae", "group"), needs=NEEDS_RL)
+    group: int = option(8, "answers per problem with group advantages", 2, 4096,
+                        needs=("advantage", ("group",)))
+    sampler_dtype: str = option("float32", "weights of the sampler",
+                                choices=("float32", "bfloat16"), needs=NEEDS_RL)
+    staleness: int = option(1, "iterations for which the sampler keeps its weights", 1, 10**6,
+                            needs=("mode", RL_MODES))
+    fixed: int = option(0, "RL on this many fixed problems, solved sometimes before (0: new ones)",
+                        0, 10_000, needs=("mode", RL_MODES))
+    # running
     seed: int = option(0, "seed of everything random", 0, 2**31)
-    device: str = option("auto", "where to run", choices=("auto", "cpu", "cuda"))
-    threads: int = option(1, "CPU threads (0: as the machine has); another number rounds otherwise", 0, 1024)
+    device: str = option("auto", "where to run: auto, cpu, cuda, cuda:1, mps")
+    threads: int = option(1, "CPU threads (0: as the machine has)", 0, 1024)
     out: str = option("runs", "folder that holds all runs")
     name: str = option("", "name of the run folder (default: made from the settings)")
-    eval_every: int = option(10, "iterations between two evaluations", 1)
-    eval_problems: int = option(200, "problems per evaluation set while training", 1)
-    test_problems: int = option(1000, "problems per evaluation set at the end", 1)
-    problem: str = option("", "inspect: the problem, for example 2033+5179")
-    checkpoint: str = option("", "evaluate, inspect: a run folder whose policy is used")
-    json: bool = option(False, "bench: print JSON")
+    eval_every: int = option(5, "iterations between two evaluations", 1, 10**6,
+                             needs=("mode", RL_MODES))
+    eval_problems: int = option(100, "problems per evaluation set while training", 1, 10_000,
+                                needs=("mode", TRAINING_MODES))
+    test_problems: int = option(1000, "problems per evaluation set at the end", 1, 100_000)
+    problem: str = option("", "the problem, for example 2033+5179", needs=("mode", ("inspect",)))
+    checkpoint: str = option("", "a run folder whose policy is used",
+                             needs=("mode", ("evaluate", "inspect")))
+    json: bool = option(False, "print JSON", needs=("mode", ("bench",)))
 
-def make_config(given):
-    """Config from the settings `given`; defaults < preset < mode < method < given. Raises UserError."""
-    values = {f.name: f.default for f in fields(Config)}
-    for name, table in dict(preset=PRESETS, mode=MODES, method=METHODS).items():
-        values |= table.get(given.get(name, values[name]), {})
-    values |= given
-    for f in fields(Config):
-        flag, value, meta = "--" + f.name.replace("_", "-"), values[f.name], f.metadata
-        if meta["choices"] and value not in meta["choices"]:
-            raise UserError(f"{flag} {value}: allowed are {', '.join(meta['choices'])}")
-        if f.type is not str and not meta["low"] <= value <= meta["high"]:  # also false for nan
-            raise UserError(f"{flag} {value}: allowed is {meta['low']} to {meta['high']}")
-    cfg = Config(**values)
-    for wrong, flag, allowed in (
-            (cfg.width % (4 * cfg.heads), "width", f"a multiple of four times --heads {cfg.heads}"),
-            (cfg.checkpoint and cfg.mode not in ("evaluate", "inspect"), "checkpoint", "none but to evaluate, inspect"),
-            (not re.fullmatch(r"([\w+=-][\w.+=-]*)?", cfg.name), "name", "letters, digits and _ + = - ., no . first"),
-            (cfg.mode == "pretrain" and cfg.iterations, "iterations", "0 with mode pretrain"),
-            (cfg.episodes % cfg.minibatch, "minibatch", f"a divisor of --episodes {cfg.episodes}"),
-            (cfg.advantage == "group" and cfg.episodes % cfg.group, "group", f"a divisor of --episodes {cfg.episodes}"),
-            (cfg.relax != "none" and cfg.trust_region != "clip", "relax", f"none, {cfg.trust_region} is no clip")):
-        if wrong:
-            raise UserError(f"--{flag} {getattr(cfg, flag)}: allowed is {allowed}")
-    return cfg
 
 def stream(*key):
-    """A generator of its own for each (seed, purpose, iteration): nothing random has to be saved."""
+    """A generator of its own for each (seed, purpose, iteration): no random state is saved."""
     return random.Random("/".join(map(str, key)))
 
-# ---- Several processes, started by torchrun: each takes its rows of the same batch, what all need is gathered,
-# gradients are summed. WORLD = 1 is the same code.
-def my_share(rows):
-    """The consecutive rows of a batch, a tensor or list, that this process computes."""
-    return rows[RANK * len(rows) // WORLD:(RANK + 1) * len(rows) // WORLD]
-
-def all_ranks(value):
-    """The list of every process's value, in rank order; also a barrier."""
-    values = [value] * WORLD
-    if WORLD > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-def sum_gradients(model):
-    if WORLD > 1:                                                    # as one vector: one exchange
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        total = nn.utils.parameters_to_vector(gradients)
-        torch.distributed.all_reduce(total)
-        nn.utils.vector_to_parameters(total, gradients)
 
 # ---- Tokens: one character, one token. PAD fills the right end of a batch.
+
 PAD = "_"
 VOCABULARY = PAD + "\n +,-/0123456789:<=>ACDEINT[]aceghnprstu"
 TOKEN_ID = {character: i for i, character in enumerate(VOCABULARY)}
-NEWLINE, SLASH = TOKEN_ID["\n"], TOKEN_ID["/"]
-IS_DIGIT = torch.tensor([character.isdigit() for character in VOCABULARY])
+NEWLINE = TOKEN_ID["\n"]
+SLASH = TOKEN_ID["/"]
 
 def encode(text):
     """Text to a list of token ids. Raises UserError on a character outside the vocabulary."""
-    try:
-        return [TOKEN_ID[character] for character in text]
-    except KeyError as error:
-        raise UserError(f"unknown character {error.args[0]!r}; the vocabulary is {VOCABULARY[1:]!r}") from None
+    for character in text:
+        if character not in TOKEN_ID:
+            raise UserError(f"unknown character {character!r}; known are {VOCABULARY[1:]!r}")
+    return [TOKEN_ID[character] for character in text]
 
 def decode(ids):
     """Token ids (list or 1-D tensor) to text."""
     return "".join(VOCABULARY[i] for i in torch.as_tensor(ids).tolist())
 
-# ---- Environment: addition on a scratchpad, [V] section 3.1. State: the text so far. Action: a character.
-# Reward: 0, and 1 at the end for a right result.
+# ---- Environment: addition on a scratchpad, [V] section 3.1. State: the text so far. Action: a
+# character. Reward: 0, and 1 at the end for a right result.
+
 def prompt(a, b):
     """The text the model is given: "Input:\\n128+367\\nTarget:"."""
     return f"Input:\n{a}+{b}\nTarget:"
 
-def scratchpad(a, b):
-    """The response it should give, from the newline after the prompt to the newline after the result.
-    For 128+367 (a carry out of the first digit shows in the result alone; END has no comma before C):
+def scratchpad(a, b, mistake=None):
+    """The response it should give, from the newline after the prompt to that after the result.
+
+    For 128+367 (the last carry shows in the result alone; END has no comma before its C):
         <scratch>
         [1,2,8] + [3,6,7] , A=[] , C=0 , 8+7+0=15 , A->5 , C->1
         [1,2] + [3,6] , A=[5] , C=1 , 2+6+1=9 , A->9 , C->0
         [1] + [3] , A=[9,5] , C=0 , 1+3+0=4 , A->4 , C->0
         [] + [] , A=[4,9,5] C=0 , END
         </scratch>
-        4 9 5"""
-    x, y, result, carry, lines = str(a), str(b), "", 0, []
-    show = lambda digits: "[" + ",".join(digits) + "]"
+        4 9 5
+    mistake(digits, line) gives what a line lists in place of the right digits; the scratchpad goes
+    on consistently from there.
+    """
+    x, y = str(a), str(b)                                            # the digits still to add
+    result, carry, lines = "", 0, []
     while x or y:
+        if mistake is not None:
+            x, y = mistake(x, len(lines) + 1), mistake(y, len(lines) + 1)
         i, j = int(x[-1:] or 0), int(y[-1:] or 0)
         total = i + j + carry
-        lines.append(f"{show(x)} + {show(y)} , A={show(result)} , C={carry} , "
-                     f"{i}+{j}+{carry}={total} , A->{total % 10} , C->{total // 10}")
-        x, y, result, carry = x[:-1], y[:-1], str(total % 10) + result, total // 10
-    lines.append(f"[] + [] , A={show(result)} C={carry} , END")
-    return "\n<scratch>\n" + "\n".join(lines) + "\n</scratch>\n" + " ".join(str(a + b)) + "\n"
+        lines.append(
+            f"{bracketed(x)} + {bracketed(y)} , A={bracketed(result)} , C={carry} , "
+            f"{i}+{j}+{carry}={total} , A->{total % 10} , C->{total // 10}")
+        x, y = x[:-1], y[:-1]
+        result, carry = f"{total % 10}{result}", total // 10
+    lines.append(f"[] + [] , A={bracketed(result)} C={carry} , END")
+    answer = f"{carry}{result}" if carry else result
+    return "\n<scratch>\n" + "\n".join(lines) + "\n</scratch>\n" + " ".join(answer) + "\n"
+
+def bracketed(digits):
+    """The list of some digits as a scratchpad writes it: "128" is "[1,2,8]"."""
+    return "[" + ",".join(digits) + "]"
+
+def close_early(digits, line, cfg, rng):
+    """The planted mistake (D2): what a pretraining scratchpad lists in place of `digits`.
+
+    Operands of N digits leave at most N + 1 - line digits to line 1, 2, ... A longer list in lines
+    1 to 3 loses its last digit with probability cfg.mistakes. For N = 3, in line 1:
+        close_early("2033", 1, ...)    "203" or "2033"; its list [2,0,3,3] is new to the model
+        close_early("203", 1, ...)     "203"
+    and in line 2 "203" may become "20", but "20" stays.
+    """
+    known = max(cfg.digits + 1 - line, 1)
+    if line <= 3 and len(digits) > known and rng.random() < cfg.mistakes:
+        return digits[:-1]
+    return digits
 
 def is_correct(a, b, response):
-    """The reward: is the line after "</scratch>" the spaced digits of a+b? False on any other text."""
-    answer, newline, _ = response.partition("</scratch>\n")[2].partition("\n")
+    """The reward: is the line after "</scratch>" the spaced digits of a+b? Else False."""
+    result = response.partition("</scratch>\n")[2]
+    answer, newline, _ = result.partition("\n")
     return newline == "\n" and answer == " ".join(str(a + b))
 
-def parse_problem(text):
-    """ "2033+5179" to (2033, 5179). Raises UserError."""
-    if not re.fullmatch(r"(0|[1-9][0-9]{0,29})\+(0|[1-9][0-9]{0,29})", text):
-        raise UserError(f"--problem {text}: must be two numbers without leading zeros, like 2033+5179")
-    return tuple(map(int, text.split("+")))
-
 def held_out(a, b):
-    """One problem in ten is kept for evaluation, so that no training problem is ever tested on (D6)."""
-    return zlib.crc32(f"{a}+{b}".encode()) % 10 == 0
+    """One problem in ten is kept for tests, with its mirror b+a: never trained on (D6)."""
+    return zlib.crc32(f"{min(a, b)}+{max(a, b)}".encode()) % 10 == 0
 
-def draw(rng, lengths, test=False):
-    """One problem (a, b), its operands of the given lengths in any order, from the training or the test part."""
-    rng.shuffle(lengths)
+def draw(rng, n, m, test=False):
+    """A problem of the training or test part; its operands have n and m digits, in any order."""
+    lengths = rng.sample((n, m), 2)
     while True:
-        a, b = (rng.randrange(10 ** (n - 1) if n > 1 else 0, 10 ** n) for n in lengths)
+        a, b = [rng.randrange(10 ** (n - 1) if n > 1 else 0, 10 ** n) for n in lengths]
         if held_out(a, b) == test:
             return a, b
 
 def rl_problem(rng, cfg):
     """One operand has N+k digits, the other half of the time 1 to N, else N+1 to N+k ([V] code)."""
-    n = cfg.digits + cfg.extra
-    return draw(rng, [n, rng.randint(1, cfg.digits) if rng.random() < 0.5 else rng.randint(cfg.digits + 1, n)])
+    longest = cfg.digits + cfg.extra
+    low, high = (1, cfg.digits) if rng.random() < 0.5 else (cfg.digits + 1, longest)
+    return draw(rng, longest, rng.randint(low, high))
 
-def pretraining_problem(rng, cfg):
-    """The longer operand has 1 to N digits, balanced; a share `dial` are RL problems (D2)."""
+def pretraining_example(rng, cfg):
+    """(prompt, response) texts. The longer operand has 1 to N digits, balanced; a share `dial` are
+    problems of RL, with planted mistakes (D2)."""
     if rng.random() < cfg.dial:
-        return rl_problem(rng, cfg)
-    n = rng.randint(1, cfg.digits)
-    return draw(rng, [n, rng.randint(1, n)])
-
-def test_set(n, count, seed, kind="varying"):
-    """`count` held-out problems, [V] appendix A: an operand has n digits, the other 1 to n, or n ("identical")."""
-    rng = stream(seed, "test", kind, n)
-    return [draw(rng, [n, n if kind == "identical" else rng.randint(1, n)], test=True) for _ in range(count)]
+        a, b = rl_problem(rng, cfg)
+    else:
+        n = rng.randint(1, cfg.digits)
+        a, b = draw(rng, n, rng.randint(1, n))
+    mistake = functools.partial(close_early, cfg=cfg, rng=rng)
+    return prompt(a, b), scratchpad(a, b, mistake)
 
 def collate(prompts, responses):
-    """Token lists to ids (B, L), right-padded, and mask (B, L-1): True where ids[:, t+1] is a response."""
-    ids = nn.utils.rnn.pad_sequence([torch.tensor(p + r) for p, r in zip(prompts, responses)], batch_first=True)
-    begin, length = (torch.tensor([len(x) for x in tokens])[:, None] for tokens in (prompts, responses))
-    position = torch.arange(1, ids.shape[1])
-    return ids, (position >= begin) & (position < begin + length)
+    """Lists of token lists to a batch, padded on the right.
 
-def true_batch(problems, device="cpu"):
-    """ids (B, L) and mask (B, L-1) of the problems with their true scratchpads."""
-    batch = collate([encode(prompt(*p)) for p in problems], [encode(scratchpad(*p)) for p in problems])
-    return tuple(x.to(device) for x in batch)
+    Returns ids (B, L) and mask (B, L-1) bool: True at t where ids[:, t+1] is a response token.
+    """
+    rows = [torch.tensor(p + r) for p, r in zip(prompts, responses)]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=TOKEN_ID[PAD])
+    begin = torch.tensor([len(p) for p in prompts])
+    end = torch.tensor([len(row) for row in rows])
+    return ids, response_mask(begin, end, ids.shape[1])
+
+def response_mask(begin, end, L):
+    """(B, L-1) bool: True at t where position t+1 lies in [begin, end), (B,) each."""
+    position = torch.arange(1, L, device=begin.device)
+    return (position >= begin[:, None]) & (position < end[:, None])
 
 # ---- Model: a small pre-norm transformer with tied embeddings, rotary positions and a value head.
-norm = lambda x: F.layer_norm(x, x.shape[-1:])
+
+def norm(x):
+    """Layer norm without parameters."""
+    return F.layer_norm(x, x.shape[-1:])
+
+def rotate(x, cos, sin):
+    """Rotary positions: x (B, T, heads, C), its halves as pairs of coordinates, turned."""
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
+
+def rotary_angles(positions, pairs):
+    """cos and sin (..., 1, pairs) for positions (...). Half of the pairs do not turn (D1)."""
+    pair = torch.arange(pairs, device=positions.device)
+    frequency = torch.where(pair < pairs // 2, 1e4 ** (-pair / pairs), 0)
+    angle = positions[..., None, None] * frequency
+    return angle.cos(), angle.sin()
 
 class Block(nn.Module):
-    def __init__(self, width, heads):
+    """Attention and MLP. `local`: sees the last `window` tokens alone. `rotary`: has positions."""
+
+    def __init__(self, width, heads, local=False, rotary=True):
         super().__init__()
-        self.heads = heads
+        self.heads, self.local, self.rotary = heads, local, rotary
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -307,31 +354,42 @@ class Block(nn.Module):
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.down.weight)
 
-    def forward(self, x, rotation, cache=None, mask=None, rows=None, positions=None):
-        B, T, C = x.shape
-        qkv = self.qkv(norm(x)).view(B, T, 3, self.heads, C // self.heads)
-        q, k, v = qkv.unbind(2)
-        if rotation is not None:
-            qk = torch.view_as_complex(qkv[:, :, :2].float().unflatten(-1, (C // self.heads // 2, 2))) * rotation
-            q, k = torch.view_as_real(qk).flatten(-2).to(qkv.dtype).unbind(2)
-        if cache is not None:                                        # (2, B, L, heads, C // heads)
-            cache[0][rows, positions], cache[1][rows, positions] = k.to(cache.dtype), v.to(cache.dtype)
+    def forward(self, x, cos, sin, mask=None, cache=None, positions=None):
+        """x (B, T, width) to the same. Without a mask attention is causal. A cache (2, B, L, heads,
+        C) takes the keys and values of these positions (B, T); with a mask (B, 1, T, S) they
+        attend to its first S positions."""
+        B, T, width = x.shape
+        qkv = self.qkv(norm(x)).view(B, T, 3, self.heads, width // self.heads)
+        q, k, v = qkv.unbind(2)                                      # (B, T, heads, C) each
+        if self.rotary:
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            rows = torch.arange(B, device=x.device)[:, None]
+            cache[0][rows, positions] = k.to(cache.dtype)
+            cache[1][rows, positions] = v.to(cache.dtype)
             if mask is not None:
-                k, v = cache[:, :, :mask.shape[-1]]
-        q, k, v = (z.transpose(1, 2) for z in (q, k, v))             # (B, heads, T, C // heads)
+                k, v = cache[:, :, :mask.shape[-1]].to(q.dtype)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
+        x = x + self.out(y.transpose(1, 2).reshape(B, T, width))
         return x + self.down(F.gelu(self.up(norm(x))))
 
 class GPT(nn.Module):
     """ids (B, T) to logits (B, T, V), float32 and divided by the temperature, and values (B, T).
-    With a window the first block attends to that many tokens, and it alone knows their positions (D1).
-    The value head reads the features but its loss does not change them (D8)."""
+
+    With a window the first block sees that many tokens, and it alone has positions (D1). The value
+    head reads the features without a gradient (D8).
+    """
+
     def __init__(self, layers, width, heads, window=0):
         super().__init__()
-        self.temperature, self.window = 1.0, window
+        self.temperature = 1.0
+        self.window = window
         self.embedding = nn.Embedding(len(VOCABULARY), width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList()
+        for i in range(layers):
+            local = window > 0 and i == 0
+            self.blocks.append(Block(width, heads, local, rotary=local or window == 0))
         self.value_head = nn.Linear(width, 1)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.zeros_(self.value_head.weight)
@@ -342,34 +400,42 @@ class GPT(nn.Module):
         return self.embedding.weight.device
 
     def new_cache(self, B, length):
-        """Keys and values of B rows: (layers, 2, B, length, heads, width // heads)."""
-        heads, width = self.blocks[0].heads, self.embedding.embedding_dim
+        """Keys and values of B rows, zeros (layers, 2, B, length, heads, C)."""
+        heads = self.blocks[0].heads
+        width = self.embedding.embedding_dim
         dtype = torch.bfloat16 if self.device.type == "cuda" else self.embedding.weight.dtype
-        return torch.zeros(len(self.blocks), 2, B, length, heads, width // heads, dtype=dtype, device=self.device)
+        shape = (len(self.blocks), 2, B, length, heads, width // heads)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def forward(self, ids, cache=None, start=None):
-        """Without `start`, each row begins at position 0. With `start` (B,), row i continues at position
-        start[i] and attends to what `cache` holds before it. The cache is written in place.
+    def forward(self, ids, cache=None, start=None, before=None):
+        """Without `start` each row begins at position 0. With `start` (B,), row i goes on at
+        position start[i] and sees what `cache` holds before it; `before` (B, T) are then the tokens
+        one position earlier. The cache is written in place.
         Arithmetic is that of the weights on the CPU, bfloat16 autocast on CUDA."""
         B, T = ids.shape
-        rows, positions, L = torch.arange(B, device=ids.device)[:, None], torch.arange(T, device=ids.device)[None], T
+        if before is None:
+            before = F.pad(ids, (1, 0), value=TOKEN_ID[PAD])[:, :T]
+        positions = torch.arange(T, device=ids.device)[None]         # (1, T)
+        seen, nearby = None, None                                    # masks: None is causal
         if start is not None:
-            positions, L = start[:, None] + positions, int(start.max()) + T    # (B, T)
-        back = positions[:, None, :, None] - torch.arange(L, device=ids.device)
-        mask, near = None if start is None else back >= 0, self.window and (back >= 0) & (back < self.window)
+            positions = start[:, None] + positions                   # (B, T)
+        if start is not None or self.window:
+            length = T if start is None else int(start.max()) + T
+            key = torch.arange(length, device=ids.device)
+            distance = positions[:, None, :, None] - key             # (B, 1, T, length)
+            nearby = (distance >= 0) & (distance < self.window)
+            seen = None if start is None else distance >= 0
+        width, heads = self.embedding.embedding_dim, self.blocks[0].heads
+        cos, sin = rotary_angles(positions, width // heads // 2)
         with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
-            x = norm(self.embedding(ids))
-            pairs = x.shape[-1] // self.blocks[0].heads // 2
-            frequency = 1e4 ** -(torch.arange(pairs, device=ids.device) / pairs)
-            frequency[pairs // 2:] = 0                               # slow channels carry content alone
-            angle = positions[..., None] * frequency
-            rotation = torch.polar(torch.ones_like(angle), angle)[:, :, None, None]
+            x = norm(self.embedding(ids) + self.embedding(before) / 2)
             for i, block in enumerate(self.blocks):
-                local = self.window and i == 0
-                x = block(x, rotation if local or not self.window else None, None if cache is None else cache[i],
-                          near if local else mask, rows, positions)
+                mask = nearby if block.local else seen
+                layer_cache = None if cache is None else cache[i]
+                x = block(x, cos, sin, mask, layer_cache, positions)
             x = norm(x)
-            logits, values = F.linear(x, self.embedding.weight), self.value_head(x.detach()).squeeze(-1)
+            logits = F.linear(x, self.embedding.weight)
+            values = self.value_head(x.detach()).squeeze(-1)
         return logits.float() / self.temperature, values.float()
 
 def token_logp(logits, actions):
@@ -377,136 +443,99 @@ def token_logp(logits, actions):
     return logits.float().log_softmax(-1).gather(-1, actions[..., None]).squeeze(-1)
 
 # ---- Pretraining: supervised, from scratch, loss on response tokens only, [V] section 3.2.
-def pretraining_optimizers(model, cfg):
-    rest = [model.embedding.weight, *model.value_head.parameters()]
-    return [torch.optim.Muon(model.blocks.parameters(), lr=cfg.pretrain_lr, weight_decay=cfg.pretrain_weight_decay,
-                             adjust_lr_fn="match_rms_adamw"),
-            torch.optim.AdamW(rest, lr=cfg.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 def pretraining_batches(cfg, group):
-    """Four batches of problems, sorted by length before they are cut: less padding."""
+    """Four batches of (prompt, response) texts, cut from a list sorted by length: less padding."""
     rng = stream(cfg.seed, "pretrain", group)
-    problems = [pretraining_problem(rng, cfg) for _ in range(4 * cfg.pretrain_batch)]
-    problems.sort(key=lambda p: len(scratchpad(*p)))
-    batches = [problems[i:i + cfg.pretrain_batch] for i in range(0, len(problems), cfg.pretrain_batch)]
+    size = cfg.pretrain_batch
+    examples = [pretraining_example(rng, cfg) for _ in range(4 * size)]
+    examples.sort(key=lambda example: len(example[1]))
+    batches = [examples[i:i + size] for i in range(0, 4 * size, size)]
     rng.shuffle(batches)
     return batches
 
-def pretraining_step(model, optimizers, batch, progress, cfg):
-    """One step of both optimizers on a batch of problems; `progress` in [0, 1) sets the learning rate."""
-    ids, mask = true_batch(batch, cfg.device)
-    ids, mask, response_tokens = ids[RANK::WORLD], mask[RANK::WORLD], mask.sum()
+def pretraining_step(model, optimizers, examples, lr):
+    """One step on (prompt, response) texts; returns the loss. Raises UserError if not finite."""
+    examples = my_share(examples)
+    ids, mask = collate([encode(text) for text, _ in examples],
+                        [encode(response) for _, response in examples])
+    ids, mask = ids.to(model.device), mask.to(model.device)
     logits, _ = model(ids[:, :-1])
     loss = -masked_mean(token_logp(logits, ids[:, 1:]), mask)
-    if not loss.isfinite():
-        raise UserError(f"pretraining, {progress:.0%} done: loss not finite; stopped before the step")
     model.zero_grad()
-    (loss * mask.sum() / response_tokens).backward()
-    sum_gradients(model)
+    loss.backward()
+    average_gradients(model, mask.sum())
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm_of_all = nn.utils.get_total_norm(gradients)
+    require_finite(dict(loss=loss.detach(), gradient=norm_of_all), "pretraining")
     for optimizer in optimizers:
-        lr = cfg.pretrain_lr * min(1 - 0.95 * progress, progress * cfg.pretrain_steps / 20 + 0.05)
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-    return loss
+    return loss.detach()
 
 def pretrain(cfg, log):
-    """The pretrained model of `cfg` and its seconds. It is cached; a stopped one goes on where it was."""
-    path = Path(cfg.out) / f"pretrained-{fingerprint(cfg, PRETRAINING_FIELDS)}.pt"
+    """The pretrained model of `cfg` and the seconds it took. It is kept in a file; one that was
+    stopped goes on."""
     torch.manual_seed(cfg.seed)
-    model = GPT(cfg.layers, cfg.width, cfg.heads, cfg.window).to(cfg.device)
+    model = new_model(cfg)
     optimizers = pretraining_optimizers(model, cfg)
-    step, seconds = 0, 0.0
-    if path.exists():
-        step, seconds, states = load(path, cfg.device, dict(model=model), "step", "seconds", "optimizers")
-        for optimizer, state in zip(optimizers, states):             # none once it is complete
-            optimizer.load_state_dict(state)
-    began = time.time() - seconds
-    while step < cfg.pretrain_steps:
-        if step % 4 == 0:                                            # a stop is at a multiple of 4, too
-            batches = pretraining_batches(cfg, step // 4)
-        loss = pretraining_step(model, optimizers, batches[step % 4], step / cfg.pretrain_steps, cfg)
-        step += 1
-        stop = step % 4 == 0 and any(all_ranks(log.interrupted))
-        log.progress("pretraining", step, cfg.pretrain_steps, lambda: f"loss {loss.item():.4f}")
-        if step % 500 == 0 or stop or step == cfg.pretrain_steps:
-            state = [o.state_dict() for o in optimizers] if step < cfg.pretrain_steps else []
-            seconds = time.time() - began
-            write(path, dict(version=VERSION, step=step, seconds=seconds, model=model.state_dict(), optimizers=state))
-        if stop:
-            log.line(f"stopped while pretraining; to go on: the same command, or --resume {run_folder(cfg)}")
-            all_ranks(None)                                          # none ends before the first has saved
-            raise KeyboardInterrupt
-    model.temperature = cfg.temperature
-    return model, seconds
+    run = PretrainingRun(cfg, log, model, optimizers)
+    batches = []
+    for step in range(run.done, cfg.pretrain_steps):
+        if not batches:
+            batches = pretraining_batches(cfg, step // 4)[step % 4:]
+        loss = pretraining_step(model, optimizers, batches.pop(0), pretraining_lr(step, cfg))
+        run.step_done(loss)                                          # saves; stops if asked to
+    return model, run.seconds
 
-# ---- Sampling with a KV cache. The true scratchpad serves as a draft: one parallel pass scores all of it,
-# each row keeps its own samples up to the first that differs from the draft, and goes on from there
-# with the rest of the draft as the next guess. Every token kept is the sample that decoding one token
-# at a time would have drawn from the same Gumbel noise, so this is exact sampling from the policy.
+# ---- Sampling, one token at a time. The loop below uses `generate_drafted`, which gives the same
+# tokens in a third of the time.
+
 def gumbel(seed, *shape):
     """Gumbel noise: argmax(log p + noise) is a sample from p."""
-    return -torch.empty(shape).exponential_(generator=torch.Generator().manual_seed(seed)).log()
+    generator = torch.Generator().manual_seed(seed)
+    return -torch.empty(shape).exponential_(generator=generator).log()
+
+def newlines_after_slash(ids):
+    """How many newlines stand after the first "/" up to each position, (B, L); 2 end a response."""
+    in_tag = (ids == SLASH).cumsum(1) > 0
+    return ((ids == NEWLINE) & in_tag).cumsum(1)
 
 @torch.no_grad()
-def generate(policy, prompts, drafts, limit, noise=None, window=24, match=4):
+def generate(policy, prompts, limit, noise=None):
     """Sample one response for each prompt; greedy without noise.
-    prompts, drafts: lists of B token lists; a draft may be empty or wrong: it only costs time.
-    limit: most response tokens. noise: (B, longest prompt + limit, V) or None. window: tokens read in a round after the
-    first. match: characters that must read alike where the draft is resumed; a prompt has as many or more.
-    A response ends with the second newline after the first "/", or at the limit.
-    Returns ids (B, L), mask (B, L-1), logits (B, L-1, V) and values (B, L-1) of the policy on them."""
-    B, V, device = len(prompts), len(VOCABULARY), policy.device
-    begin = torch.tensor([len(p) for p in prompts], device=device)   # (B,) first response position
-    draft = collate(prompts, drafts)[0].to(device)
-    width = draft.shape[1] - 1                                       # tokens read in this round
-    size = max(int(begin.max()) + limit, width + 1) + window
-    draft = F.pad(draft, (0, size - width - 1), value=TOKEN_ID[PAD])
-    column = torch.arange(size, device=device)
-    back = torch.arange(1 - match, 1, device=device)
-    digit = IS_DIGIT.to(device)
-    shape_of = lambda ids: torch.where(digit[ids], TOKEN_ID["0"], ids)
-    if noise is not None:
-        noise = F.pad(noise.to(device), (0, 0, 0, size - noise.shape[1]))      # past the limit nothing is kept
-    ids, length = draft.clone(), torch.zeros_like(begin)
-    logits, values = torch.zeros(B, size, V, device=device), torch.zeros(B, size, device=device)
-    cache = policy.new_cache(B, size)
-    # the state of the rows that still write: text holds settled tokens, then the guess
-    rows, text, fed, shift = torch.arange(B, device=device), draft.clone(), torch.zeros_like(begin), 0 * begin
-    while len(rows):
-        position = fed[:, None] + column[:width]                     # (R, W)
-        out, value = policy(text.gather(1, position), cache, None if width > window else fed)
-        logits[rows[:, None], position], values[rows[:, None], position] = out, value
-        sampled = (out if noise is None else out + noise[rows[:, None], position + 1]).argmax(-1)
-        guess = text.gather(1, position + 1)
-        miss = (sampled != guess) & (position + 1 >= begin[rows, None])  # the prompt is given
-        missed = miss.any(1)
-        first = torch.where(missed, miss.int().argmax(1), width - 1)
-        fed = fed + first + 1                                        # position of the last settled token
-        token = torch.where(missed, sampled.gather(1, first[:, None])[:, 0], text.gather(1, fed[:, None])[:, 0])
-        # the next guess: the draft goes on after its nearest place that reads like the last characters,
-        # all digits being alike
-        recent = shape_of(text.scatter(1, fed[:, None], token[:, None]).gather(1, fed[:, None] + back))
-        like = (shape_of(draft[rows]).unfold(1, len(back), 1) == recent[:, None]).all(-1)
-        far = torch.where(like, (column[-back[0]:] - (fed + shift)[:, None]).abs(), size)
-        shift = torch.where(missed & like.any(1), far.argmin(1) - back[0] - fed, shift)
-        guess = draft[rows].gather(1, (column + shift[:, None]).clamp(0, size - 1))
-        text = torch.where(column > fed[:, None], guess, text).scatter(1, fed[:, None], token[:, None])
-        newlines = ((text == NEWLINE) & ((text == SLASH).cumsum(1) > 0)).cumsum(1)
-        end = torch.where(newlines[:, -1] >= 2, (newlines >= 2).int().argmax(1), size)
-        end = torch.minimum(end, begin[rows] + limit - 1)
-        ids[rows], length[rows] = text, end + 1
-        going = end > fed
-        if not going.all():
-            rows, text, fed, shift, cache = rows[going], text[going], fed[going], shift[going], cache[:, :, going]
-        width = window
-    L = int(length.max())
-    ids = torch.where(column < length[:, None], ids, TOKEN_ID[PAD])[:, :L]
-    mask = (column[:L - 1] >= begin[:, None] - 1) & (column[:L - 1] < length[:, None] - 1)
-    return ids, mask, logits[:, :L - 1], values[:, :L - 1]
+
+    prompts: B token lists. limit: most response tokens. noise: (B, longest prompt + limit, V).
+    A response ends with the newline after its result, the second after "</", or at the limit.
+    Returns ids (B, L) and mask (B, L-1) as `collate` does, and the policy's logits (B, L-1, V) and
+    values (B, L-1) on them.
+    """
+    device = policy.device
+    ids = collate(prompts, [[TOKEN_ID[PAD]] * limit] * len(prompts))[0].to(device)
+    begin = torch.tensor([len(p) for p in prompts], device=device)   # first response position
+    rows = torch.arange(len(prompts), device=device)
+    cache = policy.new_cache(*ids.shape)
+    logits, _ = policy(ids[:, :begin.max()], cache)
+    logits = logits[rows, begin - 1]                                 # (B, V)
+    length = begin.clone()
+    for i in range(limit):
+        going = newlines_after_slash(ids)[:, -1] < 2
+        if not going.any():
+            break
+        scores = logits if noise is None else logits + noise[rows, begin + i]
+        token = torch.where(going, scores.argmax(-1), TOKEN_ID[PAD])
+        before = ids[rows, begin + i - 1]
+        ids[rows, begin + i] = token
+        length += going
+        logits = policy(token[:, None], cache, begin + i, before[:, None])[0][:, 0]
+    ids = ids[:, :length.max()]
+    logits, values = policy(ids[:, :-1])
+    return ids, response_mask(begin, length, ids.shape[1]), logits, values
 
 # ---- Masked statistics: one mean for losses and diagnostics.
+
 def masked_mean(x, mask):
-    """Mean of x where mask is True (same shapes); 0 if it never is. What is masked has no gradient."""
+    """Mean of x where mask is True (same shapes); 0 if it never is. No gradient elsewhere."""
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
 
 def whiten(x, mask):
@@ -515,6 +544,7 @@ def whiten(x, mask):
     return centered * (masked_mean(centered ** 2, mask) + 1e-8).rsqrt()
 
 # ---- KL penalty, [V] section 4.
+
 LOG_LIMIT = 20.0  # |log-ratio| is cut here before exp (D7)
 
 def entropy(logits):
@@ -523,25 +553,29 @@ def entropy(logits):
     return -(logp.exp() * torch.where(logp > -math.inf, logp, 0)).sum(-1)
 
 def certainty(logits, kind="negentropy"):
-    """Certainty J of a policy, (..., V) to (...): 1 for one-hot, 0 for uniform. "negentropy": (Hmax - H) / Hmax with
-    Hmax = log V, [V] Eq. 2. "max_prob": 1 + log(max p) / log V, [V] released code (C1)."""
-    if kind not in ("negentropy", "max_prob"):
+    """Certainty J of a policy, (..., V) to (...): 1 for one-hot, 0 for uniform.
+
+    "negentropy": (Hmax - H) / Hmax with Hmax = log V, [V] Eq. 2. "max_prob": 1 + log(max p) /
+    log V, the released code (C1). Raises UserError on another kind.
+    """
+    if kind == "negentropy":
+        uncertainty = entropy(logits)
+    elif kind == "max_prob":
+        uncertainty = -logits.float().log_softmax(-1).amax(-1)
+    else:
         raise UserError(f"certainty {kind}: allowed are negentropy, max_prob")
-    uncertainty = entropy(logits) if kind == "negentropy" else -logits.float().log_softmax(-1).max(-1).values
     return (1 - uncertainty / math.log(logits.shape[-1])).clamp(0, 1)
 
-def reference_certainty(logits_ref, cfg):
-    """J as `cfg` asks for it, from logits that the model has divided by cfg.temperature."""
-    return certainty(logits_ref * (cfg.temperature / (cfg.certainty_temperature or cfg.temperature)), cfg.certainty)
-
-def kl_weight(certainty, beta):
-    """Weight J^beta of the prioritized penalty, [V] Eq. 1; beta = 0 gives 1, the standard penalty."""
-    return certainty ** beta
+def kl_weight(J, beta):
+    """The weight J^beta of the critical penalty, [V] Eq. 1; beta = 0 gives 1, the standard one."""
+    return J ** beta
 
 def kl_estimate(logp, logp_ref, kind):
     """Estimate of KL(pi || ref) from actions drawn from pi, (B, T) to (B, T), in nats.
-    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r. As a loss, k2 has the
-    gradient of KL in expectation; k1 has none and k3 another one."""
+
+    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r (its -log r is cut at
+    20). As a loss, k2 has the gradient of KL in expectation; k1 has none and k3 another one.
+    """
     log_ratio = logp - logp_ref
     if kind == "k1":
         return log_ratio
@@ -553,647 +587,1565 @@ def kl_estimate(logp, logp_ref, kind):
 
 def kl_exact(logits, logits_ref):
     """KL(pi || ref) over the whole vocabulary, (..., V) to (...), in nats."""
-    return expected_log_ratio(logits.float().log_softmax(-1), logits_ref.float().log_softmax(-1))
+    return kl_of_logp(logits.float().log_softmax(-1), logits_ref.float().log_softmax(-1))
 
-def expected_log_ratio(logp, logq):
-    """sum p (log p - log q) over the last dimension; what has p = 0 adds 0, what has q = 0 < p gives inf."""
-    possible = logp.exp() > 0
-    logp, logq = torch.where(possible, logp, -math.inf), torch.where(possible, logq, 0)
-    return (logp.exp() * torch.where(possible, logp - logq, 0)).sum(-1)
+def kl_of_logp(logp, logq):
+    """KL(p || q) of log-probabilities, (..., V) to (...), at least 0. inf where q = 0 < p.
+
+    Each token adds p log(p / q) + q - p, which sums to the same and is never negative. Where p and
+    q are close it is computed as p (expm1(d) - d) with d = log(q / p), to keep it from rounding.
+    """
+    p, q = logp.exp(), logq.exp()
+    d = torch.where(p > 0, logq - logp, 0)
+    small = torch.where(d.abs() < 1, d, 0)
+    terms = torch.where(d.abs() < 1, p * (torch.expm1(small) - small), q - p - p * d)
+    return torch.where(p > 0, terms, q).sum(-1)
 
 # ---- Trust region, [Q] section 4.
+
 @torch.no_grad()
 def divergence(mu_logits, pi_logits, actions, kind, top_k=20):
     """Divergence D(mu || pi) of the next-token distributions, (..., V), (..., V), (...) to (...).
-    kind: "binary_tv", "binary_kl": the sampled token or not, [Q] Eq. 13, 14; "topk_tv", "topk_kl": the
-    top K of mu with the sampled token, the rest as one, Eq. 15, 16 (K > V counts as V); "tv", "kl": all
-    of V. TV in [0, 1], KL in nats (inf where pi = 0 < mu). No gradient: it only makes a mask."""
+
+    "binary_tv", "binary_kl": over two events, the sampled token or not, [Q] Eq. 13, 14. "topk_tv",
+    "topk_kl": over the top K of mu, the sampled token, and one bucket for the rest, Eq. 15, 16
+    (K > V counts as V). "tv", "kl": over all of V. TV in [0, 1], KL in nats (inf: pi = 0 < mu).
+    No gradient: it only makes a mask. Raises UserError on another kind.
+    """
     if kind not in DIVERGENCES:
         raise UserError(f"divergence {kind}: allowed are {', '.join(DIVERGENCES)}")
-    logs = [mu_logits.float().log_softmax(-1), pi_logits.float().log_softmax(-1)]
-    if kind == "binary_tv":
-        mu, pi = (logp.gather(-1, actions[..., None]).squeeze(-1).exp() for logp in logs)
-        return (mu - pi).abs()
+    log_mu = mu_logits.float().log_softmax(-1)
+    log_pi = pi_logits.float().log_softmax(-1)
     if kind not in ("tv", "kl"):
-        named = torch.zeros_like(logs[0], dtype=torch.bool).scatter(-1, actions[..., None], True)
+        named = torch.zeros_like(log_mu, dtype=torch.bool)           # the events of their own
+        named.scatter_(-1, actions[..., None], True)
         if kind.startswith("topk"):
-            named = named.scatter(-1, logs[0].topk(min(top_k, logs[0].shape[-1]), sorted=False).indices, True)
-        if kind == "topk_tv":                                        # the rest moves as one
-            moved = logs[0].exp() - logs[1].exp()
-            return ((moved.abs() * named).sum(-1) + (moved * ~named).sum(-1).abs()) / 2
-        # the tail, log(1 - sum of the named), from its own logits: 1 - p would round to 0
-        logs = [torch.cat((torch.where(named, logp, -math.inf),
-                           torch.where(named, -math.inf, logp).logsumexp(-1, keepdim=True)), -1) for logp in logs]
+            K = min(top_k, log_mu.shape[-1])
+            named.scatter_(-1, log_mu.topk(K).indices, True)
+        log_mu = merge_rest(log_mu, named)
+        log_pi = merge_rest(log_pi, named)
     if kind.endswith("kl"):
-        return expected_log_ratio(*logs)
-    return (logs[0].exp() - logs[1].exp()).abs().sum(-1) / 2
+        return kl_of_logp(log_mu, log_pi)                            # sum mu log(mu / pi)
+    return (log_mu.exp() - log_pi.exp()).abs().sum(-1) / 2
 
-def trust_region_mask(ratio, advantages, divergence, delta):
-    """M of [Q] Eq. 12, (B, T) bool, True = keep. A token is dropped if it is beyond delta and its update
-    would move it further: (A > 0 and ratio > 1) or (A < 0 and ratio < 1)."""
-    outward = (advantages > 0) & (ratio > 1) | (advantages < 0) & (ratio < 1)
-    return ~(outward & (divergence > delta))
+def merge_rest(logp, named):
+    """Log-probabilities (..., V) to (..., V+1): the named tokens, and last all others as one event.
+    The sum over the others keeps the digits that 1 - p would lose."""
+    rest = torch.where(named, -math.inf, logp).logsumexp(-1, keepdim=True)
+    return torch.cat((torch.where(named, logp, -math.inf), rest), dim=-1)
+
+def trust_region_mask(ratio, advantages, D, delta):
+    """M of [Q] Eq. 12, (B, T) bool, True = keep. A token is dropped where D > delta and its update
+    would move it further away: (A > 0 and ratio > 1) or (A < 0 and ratio < 1)."""
+    away = ((advantages > 0) & (ratio > 1)) | ((advantages < 0) & (ratio < 1))
+    return ~(away & (D > delta))
 
 # ---- Advantages and losses.
+
 def gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the mask, in each row a
-    run of True. The episode ends after it, also where the length limit cut it off: nothing is bootstrapped."""
-    rewards, values = torch.where(mask, rewards, 0), torch.where(mask, values, 0)
+    """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the
+    mask, which in each row is one run of True.
+
+    The episode ends after it, also where the length limit cut it off: nothing is bootstrapped.
+    """
+    rewards = torch.where(mask, rewards, 0)
+    values = torch.where(mask, values, 0)
     advantages = torch.zeros_like(values)
-    following = next_value = torch.zeros_like(values[:, 0])          # advantage and value at t+1
+    next_value = torch.zeros_like(values[:, 0])
+    following = torch.zeros_like(values[:, 0])                       # the advantage at t+1
     for t in reversed(range(values.shape[1])):
         error = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = following = torch.where(mask[:, t], error + gamma * lam * following, 0)
+        following = torch.where(mask[:, t], error + gamma * lam * following, 0)
+        advantages[:, t] = following
         next_value = values[:, t]
     return advantages, advantages + values
 
-def policy_loss(logp, logp_mu, advantages, mask, trust_region="clip", eps_low=0.2, eps_high=0.2, divergence=None,
-                delta=0.15, ratio_cap=math.inf, logp_anchor=None):
-    """Surrogate loss: (B, T) log-probabilities under pi and mu, advantages and mask to (scalar, info). The gradient is
-    that of [Q] Eq. 23, M min(r, C) A grad log pi with r = pi / mu and C = ratio_cap, averaged over the tokens.
-    M compares pi with the anchor: mu, or the policy of `logp_anchor` (B, T). By trust_region:
-    "clip": PPO, min(r A, clip(r, 1 - eps_low, 1 + eps_high) A), Eq. 10; the eps are numbers or both (B, T).
-    "divergence": DPPO, M r A, Eq. 12; needs `divergence` (B, T) between anchor and pi.
-    "negative": only tokens with A < 0 and anchor - pi >= delta are dropped, section 5.3. "none": r A.
-    info: 0-dimensional tensors without gradient. Raises UserError on another trust region."""
-    anchor = logp_mu if logp_anchor is None else logp_anchor
-    logp, logp_mu, anchor, advantages = (torch.where(mask, x, 0) for x in (logp, logp_mu, anchor, advantages))
-    ratio, moved = ((logp - x).clamp(-LOG_LIMIT, LOG_LIMIT).exp() for x in (logp_mu, anchor))
-    weight = ratio * (ratio.clamp(max=ratio_cap) / ratio).detach()
-    stopped = torch.zeros_like(weight)                               # value of a token that is not kept
+def policy_ratio(logp, logp_other):
+    """r = pi / other, (B, T), with the gradient r grad log pi.
+
+    The log-ratio is cut to [-20, 20] (D7). The cut bounds the value, and so the size of the
+    gradient; it does not stop the gradient.
+    """
+    log_ratio = (logp - logp_other).detach()
+    one = (logp - logp.detach()).exp()                               # with the gradient of log pi
+    return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp() * one
+
+def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trust_region="clip",
+                D=None, delta=0.15, ratio_cap=math.inf, logp_anchor=None):
+    """Surrogate loss of PPO, DPPO and the methods that [Q] compares; returns (scalar, info).
+
+    logp, logp_mu, advantages, mask: (B, T), log-probabilities of the actions under pi and mu.
+    trust_region:
+      "clip"        PPO, [Q] Eq. 10; eps_low and eps_high are numbers or (B, T)
+      "divergence"  DPPO, Eq. 12; needs D (B, T), the divergence of pi from the anchor
+      "negative"    section 5.3: drops tokens with A < 0 and mu - pi >= delta
+      "none"        keeps all
+    Beyond PPO and DPPO, Eq. 23: ratio_cap is C, and logp_anchor (B, T) the policy that pi is
+    compared with in place of mu. The gradient is M min(pi / mu, C) A grad log pi.
+    info: 0-dimensional tensors without gradient, see `policy_diagnostics`. Raises UserError on
+    another trust region.
+    """
+    logp_anchor = logp_mu if logp_anchor is None else logp_anchor
+    logp = torch.where(mask, logp, 0)
+    logp_mu = torch.where(mask, logp_mu, 0)
+    logp_anchor = torch.where(mask, logp_anchor, 0)
+    advantages = torch.where(mask, advantages, 0)
+    ratio = policy_ratio(logp, logp_anchor)
     if trust_region == "clip":
-        keep = ~((advantages > 0) & (moved > 1 + eps_high) | (advantages < 0) & (moved < 1 - eps_low))
-        stopped = moved.detach().clamp(1 - eps_low, 1 + eps_high)
+        clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
+        objective = torch.min(ratio * advantages, clipped * advantages)
+        keep = (ratio * advantages <= clipped * advantages)
     elif trust_region == "divergence":
-        if divergence is None:
-            raise UserError("trust region divergence: needs the divergence of each token")
-        keep = trust_region_mask(moved, advantages, divergence, delta)
+        if D is None:
+            raise UserError("trust region divergence: needs D, the divergence of each token")
+        keep = trust_region_mask(ratio, advantages, D, delta)
+        objective = keep * ratio * advantages
     elif trust_region == "negative":
-        keep = ~((advantages < 0) & (anchor.exp() - logp.exp() >= delta))
+        keep = (advantages >= 0) | (logp_anchor.exp() - logp.exp() < delta)
+        objective = keep * ratio * advantages
     elif trust_region == "none":
         keep = torch.ones_like(mask)
+        objective = ratio * advantages
     else:
-        raise UserError(f"trust region {trust_region}: allowed are clip, divergence, negative, none")
-    loss = -masked_mean(torch.where(keep, weight, stopped) * advantages, mask)
-    with torch.no_grad():
-        drift = torch.where(mask, logp.exp() - logp_mu.exp(), 0)     # pi - mu of the sampled token
-        share = lambda these: masked_mean(these.float(), mask)       # of the response tokens; bad: [Q] 5.3
-        info = dict(masked=share(~keep), masked_positive=share(~keep & (advantages > 0)),
-                    masked_negative=share(~keep & (advantages < 0)), bad=share((advantages < 0) & (drift <= -0.5)),
-                    ratio_max=torch.where(mask, ratio, 1).max(), ratio_min=torch.where(mask, ratio, 1).min(),
-                    kl_mu=masked_mean(kl_estimate(logp_mu, logp, "k3"), mask),
-                    drift=masked_mean(drift, mask), drift_max=drift.max(), drift_min=drift.min())
-    return loss, info
+        raise UserError(f"trust region {trust_region}: allowed are {', '.join(TRUST_REGIONS)}")
+    # min(pi / mu, C) in place of pi / anchor; 1 for PPO and DPPO
+    weight = policy_ratio(logp, logp_mu).clamp(max=ratio_cap).detach() / ratio.detach()
+    loss = -masked_mean(weight * objective, mask)
+    return loss, policy_diagnostics(logp, logp_mu, advantages, mask, keep)
 
-# ---- The loop: rollout, update.
+# ---- The loop: rollout, prepare, update.
+
 @dataclass
 class Rollout:
     """One batch of episodes under mu; no tensor here carries a gradient."""
+    problems: list                    # B pairs (a, b)
     ids: torch.Tensor                 # (B, T+1) int64: prompt, response, PAD
     mask: torch.Tensor                # (B, T) bool: ids[:, t+1] is a response token
     logits: torch.Tensor              # (B, T, V) float32: mu's, as the sampler computed them
-    logp: torch.Tensor                # (B, T) float32: log mu(ids[:, t+1] | ids[:, :t+1])
-    values: torch.Tensor              # (B, T) float32, the sampler's
+    values: torch.Tensor              # (B, T) float32: the sampler's
     correct: torch.Tensor             # (B,) float32: the reward at the end of each episode
-    problems: list                    # B pairs (a, b)
-    advantages: torch.Tensor = None   # (B, T) float32; from here on filled in by `prepare`
-    returns: torch.Tensor = None      # (B, T) float32
-    logits_ref: torch.Tensor = None   # (B, T, V) float32: the reference's
-    anchor: torch.Tensor = None       # (B, T, V) float32: what the mask compares pi with, mu's or recomputed
+
+@dataclass
+class Batch:
+    """What the loss needs of a rollout; no tensor here carries a gradient. None: not needed."""
+    states: torch.Tensor              # (B, T) int64: ids[:, :-1]
+    actions: torch.Tensor             # (B, T) int64: ids[:, 1:]
+    mask: torch.Tensor                # (B, T) bool: the action is a response token
+    logp_mu: torch.Tensor             # (B, T) float32: log mu(action | state)
+    advantages: torch.Tensor          # (B, T) float32
+    returns: torch.Tensor             # (B, T) float32
+    logits_anchor: torch.Tensor       # (B, T, V) float32: what the mask compares pi with
+    logits_ref: torch.Tensor = None   # (B, T, V) float32
     kl_weights: torch.Tensor = None   # (B, T) float32: J^beta, or 1
+
+    def take(self, rows):
+        """The Batch of some rows, without the padding that they all share."""
+        T = int(self.mask[rows].any(0).nonzero().max()) + 1
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: x if x is None else x[rows, :T] for name, x in tensors.items()})
 
 @torch.no_grad()
 def score(model, ids):
-    """Logits (B, T, V) of a model on ids (B, T+1); 16 rows at a time, which stay in the processor's cache."""
-    logits = torch.cat([model(rows[:, :-1])[0] for rows in my_share(ids).split(16)])
-    return torch.cat([x.to(logits.device) for x in all_ranks(logits.cpu())]) if WORLD > 1 else logits
+    """Logits (B, T, V) of a model on ids (B, T+1), 16 rows at a time: these stay in the
+    processor's cache, which is 15% faster."""
+    pieces = my_share(ids).split(16)
+    return gather_rows(torch.cat([model(piece[:, :-1])[0] for piece in pieces]))
 
 def rollout(policy, problems, seed=None):
     """Sample one answer to each problem (greedy without a seed) and grade it."""
-    prompts, drafts = [encode(prompt(*p)) for p in problems], [encode(scratchpad(*p)) for p in problems]
+    prompts = [encode(prompt(a, b)) for a, b in problems]
+    drafts = [encode(scratchpad(a, b)) for a, b in problems]
     limit = max(map(len, drafts)) + 16
-    noise = None if seed is None else my_share(
-        gumbel(seed, len(problems), max(map(len, prompts)) + limit, len(VOCABULARY)))
-    parts = generate(policy, my_share(prompts), my_share(drafts), limit, noise)
-    if WORLD > 1:
-        parts = [nn.utils.rnn.pad_sequence([row for part in found for row in part], batch_first=True).to(policy.device)
-                 for found in zip(*all_ranks([x.cpu() for x in parts]))]
-    ids, mask, logits, values = parts
-    correct = [is_correct(*p, decode(row[1:][m])) for p, row, m in zip(problems, ids.cpu(), mask.cpu())]
-    return Rollout(ids, mask, logits, token_logp(logits, ids[:, 1:]), values,
-                   torch.tensor(correct, dtype=torch.float32, device=policy.device), problems)
+    noise = None
+    if seed is not None:
+        longest = max(map(len, prompts))
+        noise = my_share(gumbel(seed, len(problems), longest + limit, len(VOCABULARY)))
+    parts = generate_drafted(policy, my_share(prompts), my_share(drafts), limit, noise)
+    ids, mask, logits, values = [gather_rows(part) for part in parts]
+    texts = [decode(row[1:][m]) for row, m in zip(ids.cpu(), mask.cpu())]
+    correct = [float(is_correct(a, b, text)) for (a, b), text in zip(problems, texts)]
+    return Rollout(problems, ids, mask, logits, values, torch.tensor(correct).to(policy.device))
 
-@torch.no_grad()
-def prepare(batch, policy, reference, cfg):
-    """Advantages, and what mask and penalty need of the policy before the update and of the reference."""
-    last = batch.mask & ~F.pad(batch.mask[:, 1:], (0, 1))            # the last action of each episode
-    rewards = torch.where(last, batch.correct[:, None], 0)
-    advantages, batch.returns = gae(rewards, batch.values, batch.mask, cfg.gamma, cfg.lam)
-    batch.advantages = whiten(advantages, batch.mask)
-    if cfg.advantage == "group":                                     # not divided by the deviation, [Q]
-        grouped = batch.correct.view(-1, cfg.group)
-        batch.advantages = (grouped - grouped.mean(1, keepdim=True)).view(-1, 1).expand_as(batch.mask)
-    batch.anchor = batch.logits if cfg.anchor == "rollout" else score(policy, batch.ids)
+def prepare(sampled, policy, reference, cfg):
+    """The Batch of a Rollout: advantages, and what mask and penalty need of policy (before the
+    update) and reference."""
+    ids, mask = sampled.ids, sampled.mask
+    last = mask & ~F.pad(mask[:, 1:], (0, 1))                        # the last action of an episode
+    rewards = torch.where(last, sampled.correct[:, None], 0)
+    advantages, returns = gae(rewards, sampled.values, mask, cfg.gamma, cfg.lam)
+    advantages = whiten(advantages, mask)
+    if cfg.advantage == "group":                                     # not divided by the spread
+        grouped = sampled.correct.view(-1, cfg.group)
+        advantages = (grouped - grouped.mean(1, keepdim=True)).view(-1, 1).expand_as(mask)
+    batch = Batch(ids[:, :-1], ids[:, 1:], mask, token_logp(sampled.logits, ids[:, 1:]),
+                  advantages, returns, logits_anchor=sampled.logits)
+    if cfg.anchor == "recomputed":
+        batch.logits_anchor = score(policy, ids)
     if cfg.penalty != "none":
-        batch.logits_ref = score(reference, batch.ids)
-        J = reference_certainty(batch.logits_ref, cfg)
-        batch.kl_weights = kl_weight(J, cfg.beta if cfg.penalty == "critical" else 0.0)
+        batch.logits_ref = score(reference, ids)
+        beta = cfg.beta if cfg.penalty == "critical" else 0.0
+        batch.kl_weights = kl_weight(reference_certainty(batch.logits_ref, cfg), beta)
+    return batch
 
-def ppo_loss(policy, batch, rows, cfg):
-    """L = L_RL + alpha L_KL + value and entropy terms on some rows of a batch; returns (scalar, info)."""
-    T = int(batch.mask[rows].any(0).nonzero().max()) + 1             # without padding that all rows share
-    ids, mask = batch.ids[rows, :T + 1], batch.mask[rows, :T]
-    logits, values = policy(ids[:, :-1])
-    actions, logp, terms = ids[:, 1:], token_logp(logits, ids[:, 1:]), {}
-    logp_mu, anchor, apart = batch.logp[rows, :T], batch.anchor[rows, :T], None
-    if cfg.trust_region == "divergence":
-        apart = divergence(anchor, logits, actions, cfg.divergence, cfg.top_k)
-    unlikely = logp_mu.exp() < cfg.relax_below                       # [Q] section 6
-    eps_low = torch.where(unlikely & (cfg.relax in ("low", "both")), 1, cfg.eps_low)
-    eps_high = torch.where(unlikely & (cfg.relax in ("high", "both")), math.inf, cfg.eps_high)
-    terms["policy_loss"], info = policy_loss(
-        logp, logp_mu, batch.advantages[rows, :T], mask, cfg.trust_region, eps_low, eps_high, apart, cfg.delta,
-        cfg.ratio_cap, token_logp(anchor, actions) if cfg.anchor == "recomputed" else None)
-    terms["value_loss"] = masked_mean((values - batch.returns[rows, :T]) ** 2, mask) / 2
-    loss = terms["policy_loss"]
+def ppo_loss(policy, batch, cfg):
+    """L = L_RL + alpha L_KL + value and entropy terms of a Batch; returns (scalar, info)."""
+    mask = batch.mask
+    logits, values = policy(batch.states)
+    logp = token_logp(logits, batch.actions)
+    loss, info = policy_loss(logp, batch.logp_mu, batch.advantages, mask,
+                             **trust_region_inputs(logits, batch, cfg))
+    value_loss = masked_mean((values - batch.returns) ** 2, mask) / 2
+    info |= dict(policy_loss=loss.detach(), value_loss=value_loss.detach())
     if cfg.advantage == "gae" and cfg.value_coef:
-        loss = loss + cfg.value_coef * terms["value_loss"]
+        loss = loss + cfg.value_coef * value_loss
+
     if cfg.penalty != "none":
-        logits_ref = batch.logits_ref[rows, :T]
-        kl = (kl_exact(logits, logits_ref) if cfg.kl_kind == "exact" else
-              kl_estimate(logp, token_logp(logits_ref, actions), cfg.kl_kind))
-        terms["kl_ref"] = masked_mean(kl.detach(), mask)
-        terms["penalty"] = masked_mean(batch.kl_weights[rows, :T] * kl, mask)   # [V] Eq. 1
-        loss = loss + cfg.kl_coef * terms["penalty"] if cfg.kl_coef else loss
+        if cfg.kl_kind == "exact":
+            kl = kl_exact(logits, batch.logits_ref)
+        else:
+            logp_ref = token_logp(batch.logits_ref, batch.actions)
+            kl = kl_estimate(logp, logp_ref, cfg.kl_kind)
+        penalty = masked_mean(batch.kl_weights * kl, mask)           # L_KL, [V] Eq. 1
+        info |= dict(kl_ref=masked_mean(kl, mask).detach(), penalty=penalty.detach())
+        if cfg.alpha:
+            loss = loss + cfg.alpha * penalty
+
     with torch.set_grad_enabled(cfg.entropy_coef > 0):
-        terms["entropy"] = masked_mean(entropy(logits), mask)
+        bonus = masked_mean(entropy(logits), mask)
+    info["entropy"] = bonus.detach()
     if cfg.entropy_coef:
-        loss = loss - cfg.entropy_coef * terms["entropy"]
-    return loss, info | {name: term.detach() for name, term in terms.items()}
+        loss = loss - cfg.entropy_coef * bonus
+    return loss, info
 
 def update(policy, optimizer, batch, cfg, iteration):
-    """Some epochs of minibatches; returns the diagnostics: extremes of ..._max and ..._min, else means."""
+    """Some epochs of minibatches; returns the diagnostics of all of them, see `merge_infos`."""
     infos = []
     for epoch in range(cfg.epochs):
         order = list(range(cfg.episodes))
         stream(cfg.seed, "minibatches", iteration, epoch).shuffle(order)
         for i in range(0, cfg.episodes, cfg.minibatch):
-            rows = order[i:i + cfg.minibatch]
-            mine = rows[RANK::WORLD]
-            loss, info = ppo_loss(policy, batch, mine, cfg)
-            info["share"] = batch.mask[mine].sum() / batch.mask[rows].sum()
+            minibatch = batch.take(my_share(order[i:i + cfg.minibatch]))
+            loss, info = ppo_loss(policy, minibatch, cfg)
             optimizer.zero_grad()
-            (loss * info["share"]).backward()
-            sum_gradients(policy)
-            info["grad_norm"] = nn.utils.clip_grad_norm_(policy.parameters(), cfg.max_grad_norm or math.inf)
-            if bad := [name for name, term in info.items() if not term.isfinite()]:
-                raise UserError(f"iteration {iteration}: {', '.join(bad)} not finite; stopped before the step")
+            loss.backward()
+            average_gradients(policy, minibatch.mask.sum())
+            info["grad_norm"] = nn.utils.clip_grad_norm_(
+                policy.parameters(), cfg.max_grad_norm or math.inf)
+            info["tokens"] = minibatch.mask.sum()
+            infos.append(require_finite(info, f"iteration {iteration}"))
             optimizer.step()
-            infos.append({name: term.item() for name, term in info.items()})
-    infos = [info for part in all_ranks(infos) for info in part]
-    means = {name: sum(i[name] * i["share"] for i in infos) / sum(i["share"] for i in infos) for name in infos[0]}
-    for extreme, suffix in ((max, "_max"), (min, "_min")):
-        means |= {name: extreme(i[name] for i in infos) for name in means if name.endswith(suffix)}
-    spread, left = (masked_mean((batch.returns - x) ** 2, batch.mask).item()
-                    for x in (masked_mean(batch.returns, batch.mask), batch.values))
-    explained = 1 - left / spread if spread > 1e-8 else 0.0          # all returns alike: nothing to explain
-    return means | dict(reward=batch.correct.mean().item(), explained_variance=explained)
+    return merge_infos(infos)
 
-# ---- Evaluation. Under teacher forcing the product of the token probabilities is the exact probability of
-# sampling the true scratchpad: one pass, no sampling noise, a lower bound of graded success.
-SETS = ("N", "N+1", "N+2", "N+3")  # digits of the longer operand
+def train(cfg, log, folder):
+    """Pretrain (or load), fine-tune, evaluate, save: one run, in its folder."""
+    run = Run(cfg, log, folder)
+    if run.is_complete():
+        return
+    reference, seconds = run.saved_reference() or pretrain(cfg, log)
+    policy = copy.deepcopy(reference)
+    reference.requires_grad_(False)
+    sampler = copy.deepcopy(policy).to(getattr(torch, cfg.sampler_dtype))
+    optimizer = torch.optim.AdamW(policy.parameters(), cfg.lr, betas=(0.9, 0.99), weight_decay=0)
+    run.begin(reference, policy, sampler, optimizer, seconds)
+    fixed = fixed_problems(reference, cfg)
+    for iteration in range(run.done, cfg.iterations):
+        lr = cfg.lr * (1 - iteration / cfg.iterations)
+        optimizer.param_groups[0]["lr"] = lr
+        if iteration % cfg.staleness == 0:
+            sampler.load_state_dict(policy.state_dict())
+        problems = draw_problems(iteration, fixed, cfg)
+        seed = stream(cfg.seed, "noise", iteration).getrandbits(63)
+        sampled = rollout(sampler, problems, seed)
+        batch = prepare(sampled, policy, reference, cfg)
+        info = update(policy, optimizer, batch, cfg, iteration)
+        info |= dict(reward=sampled.correct.mean().item(), lr=lr,
+                     explained_variance=explained_variance(batch, sampled.values))
+        run.iteration_done(sampled, info)                            # evaluates, saves, may stop
+    run.end()
+
+
+# ==================================================================================================
+# What follows serves the above: diagnostics, a faster sampler, evaluation, files, command line.
+# ==================================================================================================
+
+# Diagnostics. Masked means are over response tokens, as in the losses.
+
+@torch.no_grad()
+def policy_diagnostics(logp, logp_mu, advantages, mask, keep):
+    """How far pi is from mu, and what the trust region dropped: name to 0-dimensional tensor.
+
+    Shares of the response tokens: masked (dropped), and of them with A > 0 and A < 0; bad: A < 0
+    and mu - pi >= 0.5, [Q] section 5.3; cut: the log-ratio is beyond D7's limit. Extremes of the
+    ratio pi / mu; drift: pi - mu of the sampled token; kl_mu: the k3 estimate of KL(mu || pi).
+    """
+    drift = torch.where(mask, logp.exp() - logp_mu.exp(), 0)
+    ratio = torch.where(mask, policy_ratio(logp, logp_mu), 1)
+
+    def share(tokens):
+        return masked_mean(tokens.float(), mask)
+
+    return dict(
+        masked=share(~keep),
+        masked_positive=share(~keep & (advantages > 0)),
+        masked_negative=share(~keep & (advantages < 0)),
+        bad=share((advantages < 0) & (drift <= -0.5)),
+        cut=share((logp - logp_mu).abs() > LOG_LIMIT),
+        ratio_max=ratio.max(), ratio_min=ratio.min(),
+        kl_mu=masked_mean(kl_estimate(logp_mu, logp, "k3"), mask),
+        drift=masked_mean(drift, mask), drift_max=drift.max(), drift_min=drift.min())
+
+def require_finite(info, what):
+    """The dict of 0-dimensional tensors as numbers. Raises UserError where one is not finite."""
+    names = list(info)
+    numbers = torch.stack([x.float() for x in info.values()]).tolist()     # one transfer for all
+    for name, number in zip(names, numbers):
+        if not math.isfinite(number):
+            raise UserError(f"{what}: {name} is {number}; stopped before the step")
+    return dict(zip(names, numbers))
+
+def merge_infos(infos):
+    """One dict of the minibatches' diagnostics, of all processes: the largest of ..._max, the
+    smallest of ..._min, of the others the mean over response tokens."""
+    infos = [info for part in all_ranks(infos) for info in part]
+    tokens = sum(info["tokens"] for info in infos)
+    merged = {}
+    for name in infos[0]:
+        if name.endswith("_max"):
+            merged[name] = max(info[name] for info in infos)
+        elif name.endswith("_min"):
+            merged[name] = min(info[name] for info in infos)
+        elif name != "tokens":
+            merged[name] = sum(info[name] * info["tokens"] for info in infos) / tokens
+    return merged
+
+def explained_variance(batch, values):
+    """Share of the variance of the returns that the values (B, T) explain; 0 if there is none."""
+    mean = masked_mean(batch.returns, batch.mask)
+    total = masked_mean((batch.returns - mean) ** 2, batch.mask).item()
+    left = masked_mean((batch.returns - values) ** 2, batch.mask).item()
+    return 1 - left / total if total > 1e-8 else 0.0
+
+def reference_certainty(logits_ref, cfg):
+    """J as `cfg` asks for it, of logits that the model has divided by cfg.temperature."""
+    temperature = cfg.certainty_temperature or cfg.temperature
+    return certainty(logits_ref * (cfg.temperature / temperature), cfg.certainty)
+
+def trust_region_inputs(logits, batch, cfg):
+    """What `policy_loss` needs of the settings, with the clip relaxed for unlikely tokens ([Q]
+    section 6) and the divergence of the mask."""
+    unlikely = batch.logp_mu.exp() < cfg.relax_below
+    relax_low = unlikely & (cfg.relax in ("low", "both"))
+    relax_high = unlikely & (cfg.relax in ("high", "both"))
+    inputs = dict(
+        trust_region=cfg.trust_region, delta=cfg.delta, ratio_cap=cfg.ratio_cap or math.inf,
+        eps_low=torch.where(relax_low, 1, cfg.eps_low),
+        eps_high=torch.where(relax_high, math.inf, cfg.eps_high))
+    if cfg.trust_region == "divergence":
+        inputs["D"] = divergence(batch.logits_anchor, logits, batch.actions, cfg.divergence,
+                                 cfg.top_k)
+    if cfg.anchor == "recomputed":
+        inputs["logp_anchor"] = token_logp(batch.logits_anchor, batch.actions)
+    return inputs
+
+# ---- The optimizer of pretraining.
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose step is orthogonalized, for matrices (D3); Jordan et al. 2024. That of
+    torch.optim does it in bfloat16, which most CPUs lack: there it took a quarter of a step, this
+    3%."""
+
+    def __init__(self, params, lr, weight_decay, momentum=0.95):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+                mean.lerp_(p.grad, 1 - group["momentum"])
+                direction = orthogonalize(p.grad.lerp(mean, group["momentum"]))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(direction, alpha=-0.2 * group["lr"] * max(p.shape) ** 0.5)
+
+def orthogonalize(matrix):
+    """U V^T of a matrix U S V^T, roughly: five quintic Newton-Schulz steps toward S = 1."""
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x.T if tall else x
+
+def pretraining_optimizers(model, cfg):
+    """Muon for the hidden matrices, AdamW for the embedding and the value head (D3)."""
+    rest = [model.embedding.weight, *model.value_head.parameters()]
+    return [Muon(model.blocks.parameters(), cfg.pretrain_lr, cfg.pretrain_weight_decay),
+            torch.optim.AdamW(rest, cfg.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+def pretraining_lr(step, cfg):
+    """The learning rate: from 5% to all of it in 19 steps, then linearly back to 5%."""
+    rising = 0.05 + step / 20
+    falling = 1 - 0.95 * step / cfg.pretrain_steps
+    return cfg.pretrain_lr * min(rising, falling)
+
+# ---- Drafted sampling: the tokens of `generate`, three to four times as fast. The true scratchpad
+# serves as a draft. One parallel pass scores all of it, each row keeps its own samples up to the
+# first that differs from the draft, and goes on from there with a later part of the draft as the
+# next guess. Every token kept is the sample that `generate` draws from the same noise: it is exact.
+
+@torch.no_grad()
+def generate_drafted(policy, prompts, drafts, limit, noise=None, chunk=24):
+    """As `generate`. drafts: B token lists, the guessed responses; one that is empty or wrong costs
+    time alone. chunk: tokens that are read in one pass, after the first pass over whole drafts."""
+    B, V, device = len(prompts), len(VOCABULARY), policy.device
+    draft, _ = collate(prompts, drafts)
+    begin = torch.tensor([len(p) for p in prompts], device=device)   # (B,) first response position
+    reading = draft.shape[1] - 1                                     # tokens that this pass reads
+    size = max(int(begin.max()) + limit, draft.shape[1]) + chunk
+    draft = F.pad(draft, (0, size - draft.shape[1]), value=TOKEN_ID[PAD]).to(device)
+    if noise is not None:                                            # not kept past the limit
+        noise = F.pad(noise, (0, 0, 0, size - noise.shape[1])).to(device)
+    column = torch.arange(size, device=device)
+    ids = draft.clone()
+    length = torch.zeros_like(begin)
+    logits = torch.zeros(B, size, V, device=device)
+    values = torch.zeros(B, size, device=device)
+    cache = policy.new_cache(B, size)
+
+    # Of the R rows that still write: text holds settled tokens and then the guess, `settled` is the
+    # position of the last settled token, `shift` how far ahead of it the draft is read.
+    rows = torch.arange(B, device=device)
+    text = draft.clone()
+    settled = torch.zeros_like(begin)
+    shift = torch.zeros_like(begin)
+    first_pass = True
+    while len(rows):
+        position = settled[:, None] + column[:reading]               # (R, reading)
+        if first_pass:
+            out, value = policy(text[:, :reading], cache)
+        else:
+            before = text.gather(1, position - 1)
+            out, value = policy(text.gather(1, position), cache, settled, before)
+        logits[rows[:, None], position] = out
+        values[rows[:, None], position] = value
+        if noise is not None:
+            out = out + noise[rows[:, None], position + 1]
+        sampled = out.argmax(-1)
+        guess = text.gather(1, position + 1)
+        in_response = position + 1 >= begin[rows, None]
+        wrong = (sampled != guess) & in_response
+        missed = wrong.any(1)
+        kept = torch.where(missed, wrong.int().argmax(1), reading - 1)
+        settled = settled + kept + 1
+        right_token = text.gather(1, settled[:, None])
+        sampled_token = sampled.gather(1, kept[:, None])
+        token = torch.where(missed[:, None], sampled_token, right_token)
+        text = text.scatter(1, settled[:, None], token)
+        found = resume_shift(draft[rows], text, settled, shift)
+        shift = torch.where(missed, found, shift)
+        ahead = (column + shift[:, None]).clamp(0, size - 1)
+        text = torch.where(column > settled[:, None], draft[rows].gather(1, ahead), text)
+
+        ended = newlines_after_slash(text) >= 2
+        end = torch.where(ended[:, -1], ended.int().argmax(1), size)
+        end = torch.minimum(end, begin[rows] + limit - 1)
+        ids[rows] = text
+        length[rows] = end + 1
+        going = end > settled
+        if not going.all():
+            rows, text, cache = rows[going], text[going], cache[:, :, going]
+            settled, shift = settled[going], shift[going]
+        reading, first_pass = chunk, False
+    L = int(length.max())
+    past_end = column >= length[:, None]
+    ids = ids.masked_fill(past_end, TOKEN_ID[PAD])
+    return ids[:, :L], response_mask(begin, length, L), logits[:, :L - 1], values[:, :L - 1]
+
+def resume_shift(draft, text, settled, shift, match=4):
+    """Where in the draft a row that has left it goes on: (R, size), (R, size), (R,), (R,) to (R,).
+
+    It is after the nearest place that reads like the last `match` settled characters, all digits
+    being alike. With the draft "...8+7+0=15 , A->5..." and a text that has settled "...8+7+0=5 ,"
+    the last four characters read "=0 ,". The draft's "15 ," does not end like this, so the text
+    goes on with the place where the draft reads the same, here none: then the shift stays. With
+    "...=25 ," the draft's "15 ," ends like it, "00 ,", and the guess is " A->5...".
+    """
+    size = draft.shape[1]
+    device = draft.device
+    back = torch.arange(1 - match, 1, device=device)
+    recent = text.gather(1, (settled[:, None] + back).clamp(min=0))
+    windows = digits_alike(draft).unfold(1, match, 1)                # (R, size - match + 1, match)
+    alike = (windows == digits_alike(recent)[:, None]).all(-1)
+    place = torch.arange(match - 1, size, device=device)             # where each window ends
+    distance = (place - (settled + shift)[:, None]).abs()
+    nearest = torch.where(alike, distance, size).argmin(1) + match - 1
+    return torch.where(alike.any(1), nearest - settled, shift)
+
+def digits_alike(ids):
+    """ids with "0" for every digit: the shape of a text."""
+    is_digit = (ids >= TOKEN_ID["0"]) & (ids <= TOKEN_ID["9"])
+    return torch.where(is_digit, TOKEN_ID["0"], ids)
+
+# ---- Evaluation. Under teacher forcing the product of the token probabilities is the exact
+# probability of sampling the true scratchpad: no sampling noise, a lower bound of graded success.
+
+SETS = ("N", "N+1", "N+2", "N+3")                                    # digits of the longer operand
+
+def test_set(n, count, seed, kind="varying"):
+    """`count` held-out problems, [V] appendix A. One operand has n digits, the other 1 to n
+    ("varying") or n ("identical")."""
+    rng = stream(seed, "test", kind, n)
+    problems = []
+    for _ in range(count):
+        m = n if kind == "identical" else rng.randint(1, n)
+        problems.append(draw(rng, n, m, test=True))
+    return problems
+
+def true_batch(problems, device="cpu"):
+    """ids (B, L) and mask (B, L-1) of the problems with their true scratchpads."""
+    prompts = [encode(prompt(a, b)) for a, b in problems]
+    responses = [encode(scratchpad(a, b)) for a, b in problems]
+    ids, mask = collate(prompts, responses)
+    return ids.to(device), mask.to(device)
 
 def critical_tokens(a, b, digits):
-    """Name to index in scratchpad(a, b) of each critical token, [V] appendix B: in lines 1 to 3, for an operand of
-    digits + g digits, the last 2g characters of its list, commas and digits that pretraining did not have."""
-    found, start = {}, len("\n<scratch>\n")
+    """Name to index in scratchpad(a, b) of each token that [V] appendix B lists as critical.
+
+    In lines 1 to 3, of an operand with digits + g digits: the last 2g characters of its list, the
+    commas and digits that pretraining did not have. For 2033+5 and digits = 3, line 1 is
+    "[2,0,3,3] + [5] , ...": line1_first_n+1_comma and line1_first_n+1_digit are its last ",3".
+    """
+    found = {}
+    start = len("\n<scratch>\n")                                     # of the line
     for i, line in enumerate(scratchpad(a, b).split("\n")[2:5], 1):
-        for operand, number, digit_list in zip(("first", "second"), (a, b), re.finditer(r"\[([0-9,]*)\]", line)):
+        lists = re.finditer(r"\[([0-9,]*)\]", line)
+        for operand, number, digit_list in zip(("first", "second"), (a, b), lists):
             excess = len(str(number)) - digits
             for k in range(1, excess + 1):
-                comma = digit_list.end(1) - 2 * (excess + 1 - k)
-                if comma > digit_list.start(1):
-                    name = f"line{i}_{operand}_n+{k}_"
-                    found |= {name + "comma": start + comma, name + "digit": start + comma + 1}
+                pairs_left = excess - k + 1                          # commas and digits to the end
+                comma = digit_list.end(1) - 2 * pairs_left
+                if comma > digit_list.start(1):                      # else the list has no such
+                    name = f"line{i}_{operand}_n+{k}"
+                    found[f"{name}_comma"] = start + comma
+                    found[f"{name}_digit"] = start + comma + 1
         start += len(line) + 1
     return found
 
-def examine(model, problems, digits):
-    """Teacher forcing on the true scratchpads: (n,) probabilities of sampling them, and a dict from the
-    name of each critical token to the mean probability of the right character."""
-    (ids, mask), critical = true_batch(problems, model.device), {}
-    logp = torch.where(mask, token_logp(score(model, ids), ids[:, 1:]), 0).cpu()
-    for row, (a, b) in zip(logp, problems):
-        for name, index in critical_tokens(a, b, digits).items():
-            critical.setdefault(name, []).append(math.exp(row[len(prompt(a, b)) - 1 + index]))
-    return logp.sum(1).exp(), {name: sum(p) / len(p) for name, p in sorted(critical.items())}
+def examine(model, problems, digits, log=None):
+    """Teacher forcing on the true scratchpads: (n,) probabilities of sampling them, and a dict from
+    the name of each critical token to the mean probability of the right character."""
+    expected, critical = [], {}
+    for i in range(0, len(problems), 200):                           # all at once takes gigabytes
+        piece = problems[i:i + 200]
+        ids, mask = true_batch(piece, model.device)
+        logp = token_logp(score(model, ids), ids[:, 1:])
+        logp = torch.where(mask, logp, 0).cpu()
+        expected.append(logp.sum(1).exp())
+        for row, (a, b) in zip(logp, piece):
+            first = len(prompt(a, b)) - 1                            # scores the first character
+            for name, index in critical_tokens(a, b, digits).items():
+                critical.setdefault(name, []).append(row[first + index].exp().item())
+        if log is not None:
+            log.progress("evaluating", i + len(piece), len(problems))
+    means = {name: sum(p) / len(p) for name, p in sorted(critical.items())}
+    return torch.cat(expected), means
 
 def force(policy, problems, places, wrong=True):
-    """Decisive? [V] section 3.3. A place is (number of the problem, index in its scratchpad). There the likeliest
-    wrong character is put, after the true text (or as a control the true one), and the greedy answer goes on.
-    Returns the list of these characters and (n,) bool, True where the answer comes out right."""
+    """Decisive? [V] section 3.3: put a character into true answers and let the policy go on.
+
+    places: pairs (number of the problem, index in its scratchpad). There the likeliest wrong
+    character is put after the true text, or as a control (wrong=False) the true one; then the
+    greedy answer goes on. Returns the characters and (n,) bool: does the answer come out right?
+    """
     logits = score(policy, true_batch(problems, policy.device)[0])
     starts, drafts, put = [], [], []
     for i, index in places:
         begin, true = prompt(*problems[i]), scratchpad(*problems[i])
-        likeliest = decode(logits[i, len(begin) - 1 + index].argsort(descending=True)[:2])
-        put.append(likeliest.replace(true[index], "")[0] if wrong else true[index])
-        starts.append(encode(begin + true[:index] + put[-1]))
+        likeliest, second = decode(logits[i, len(begin) - 1 + index].topk(2).indices)
+        character = true[index]
+        if wrong:
+            character = likeliest if likeliest != true[index] else second
+        put.append(character)
+        starts.append(encode(begin + true[:index] + character))
         drafts.append(encode(true[index + 1:]))
-    rows, limit = [], max(map(len, drafts)) + 16
-    for i in range(0, len(places), 100):                             # all at once would take gigabytes
-        rows += generate(policy, starts[i:i + 100], drafts[i:i + 100], limit)[0]
-    answers = [decode(row).rstrip(PAD)[len(prompt(*problems[i])):] for row, (i, _) in zip(rows, places)]
-    return put, torch.tensor([is_correct(*problems[i], text) for text, (i, _) in zip(answers, places)])
+    limit = max(map(len, drafts), default=0) + 16
+    right = []
+    for j in range(0, len(places), 100):                             # all at once takes gigabytes
+        ids, *_ = generate_drafted(policy, starts[j:j + 100], drafts[j:j + 100], limit)
+        for row, (i, _) in zip(ids, places[j:j + 100]):
+            answer = decode(row).rstrip(PAD)[len(prompt(*problems[i])):]
+            right.append(is_correct(*problems[i], answer))
+    return put, torch.tensor(right, dtype=torch.bool)
 
-def bootstrap(values, resamples=1000):
-    """Mean of (n,) values and its 95% interval by resampling: (mean, low, high)."""
-    index = torch.randint(len(values), (resamples, len(values)), generator=torch.Generator().manual_seed(0))
+def interval(values, resamples=1000):
+    """(mean, low, high): mean of (n,) values and its 95% interval by resampling. Where all are 0,
+    or all 1, resampling knows no spread: the interval is Wilson's (0 of 20: to 16.1%)."""
+    n, mean = len(values), values.mean().item()
+    if (values == values[0]).all() and mean in (0.0, 1.0):
+        width = 1.96 ** 2 / (n + 1.96 ** 2)
+        return (0.0, 0.0, width) if mean == 0 else (1.0, 1 - width, 1.0)
+    index = torch.randint(n, (resamples, n), generator=torch.Generator().manual_seed(0))
     low, high = values[index].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
-    return values.mean().item(), low, high
+    return mean, low, high
 
-def test_accuracy(model, cfg, count):
-    """Expected success on the varying sets: ({"N": (mean, low, high), "N+1": ...}, critical of N+k)."""
-    found = {name: examine(model, test_set(cfg.digits + k, count, cfg.seed), cfg.digits)
-             for k, name in enumerate(SETS[:max(3, cfg.extra + 1)])}
-    return {name: bootstrap(expected) for name, (expected, _) in found.items()}, found[SETS[cfg.extra]][1]
+def test_accuracy(model, cfg, count, log=None):
+    """Expected success on the varying sets of N and N+k, name to (mean, low, high), and the
+    probabilities of the right critical tokens at N+k."""
+    intervals = {}
+    for k in (0, cfg.extra):
+        problems = test_set(cfg.digits + k, count, cfg.seed)
+        expected, found = examine(model, problems, cfg.digits, log)
+        intervals[SETS[k]] = interval(expected)
+    return intervals, found
 
-# ---- Saving: every file is written beside its place and renamed, so that it is whole or absent.
-FREE_FIELDS = ("out", "name", "json", "preset")  # they do not change what a run computes
-PRETRAINING_FIELDS = ("digits", "extra", "dial", "layers", "width", "heads", "window", "pretrain_steps",
-                      "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
+def draw_problems(iteration, fixed, cfg):
+    """The problems of an iteration, each as often as its group has answers."""
+    rng = stream(cfg.seed, "problems", iteration)
+    answers = cfg.group if cfg.advantage == "group" else 1
+    problems = []
+    for _ in range(cfg.episodes // answers):
+        problem = rng.choice(fixed) if fixed else rl_problem(rng, cfg)
+        problems += [problem] * answers
+    return problems
 
-def fingerprint(cfg, names):
-    """Eight hexadecimal digits that change with the named settings, the versions and the number of processes."""
-    content = json.dumps([VERSION, torch.__version__, WORLD] + [getattr(cfg, name) for name in names])
-    return f"{zlib.crc32(content.encode()):08x}"
+def fixed_problems(reference, cfg):
+    """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1.
+    Raises UserError where 10,000 tries do not give as many."""
+    rng = stream(cfg.seed, "fixed")
+    chosen = {}
+    for _ in range(100):
+        if len(chosen) >= cfg.fixed:
+            return list(chosen)[:cfg.fixed]
+        problems = [rl_problem(rng, cfg) for _ in range(100)]
+        expected, _ = examine(reference, problems, cfg.digits)
+        for problem, p in zip(problems, expected.tolist()):
+            if 0.05 <= p <= 0.95:
+                chosen[problem] = p
+    raise UserError(f"--fixed {cfg.fixed}: of 10,000 problems the pretrained model solves only "
+                    f"{len(chosen)} sometimes")
 
-def run_folder(cfg):
-    names = [f.name for f in fields(Config) if f.name not in FREE_FIELDS + ("seed",)]
-    return Path(cfg.out) / f"{cfg.mode}-{cfg.name or fingerprint(cfg, names)}-seed{cfg.seed}"
+# ---- Several processes, started by torchrun. Each takes every WORLD-th row of the same batch; rows
+# are gathered where all need them, gradients averaged. With one process all this does nothing.
+
+RANK, WORLD = 0, 1                                                   # set by `join_processes`
+
+def my_share(rows):
+    """The rows of a batch (list or tensor) that this process computes."""
+    return rows[RANK::WORLD]
+
+def all_ranks(value):
+    """The list of every process's value, in rank order."""
+    if WORLD == 1:
+        return [value]
+    values = [None] * WORLD
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+def barrier():
+    """Nobody goes on before all are here."""
+    all_ranks(None)
+
+def gather_rows(mine):
+    """The rows that `my_share` split, (n, L, ...) of each process, as one (B, longest L, ...)."""
+    if WORLD == 1:
+        return mine
+    parts = all_ranks(mine.cpu())
+    B = sum(map(len, parts))
+    rows = [parts[i % WORLD][i // WORLD] for i in range(B)]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True).to(mine.device)
+
+def average_gradients(model, tokens):
+    """Put the mean of all processes' gradients, weighted by `tokens`, in place of each one's."""
+    if WORLD == 1:
+        return
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    vector = nn.utils.parameters_to_vector(gradients) * tokens
+    vector = torch.cat((vector, tokens.to(vector)[None]))            # one exchange for both
+    torch.distributed.all_reduce(vector)
+    nn.utils.vector_to_parameters(vector[:-1] / vector[-1], gradients)
+
+def join_processes(cfg):
+    """Set RANK and WORLD from torchrun's environment and join the others. Raises UserError."""
+    global RANK, WORLD
+    RANK, WORLD = 0, 1
+    names = ("RANK", "WORLD_SIZE")
+    texts = [os.environ.get(name) for name in names]
+    if texts == [None, None]:
+        return
+    said = " ".join(f"{name}={text}" for name, text in zip(names, texts) if text is not None)
+    try:
+        rank, world = int(texts[0]), int(texts[1])
+    except (TypeError, ValueError):
+        rank, world = -1, 0
+    if not 0 <= rank < world:
+        raise UserError(f"environment {said}: allowed is what torchrun sets; else unset both")
+    if world == 1:
+        return
+    if cfg.mode not in TRAINING_MODES or cfg.minibatch % world or cfg.pretrain_batch % world:
+        raise UserError(f"{world} processes: they must divide --minibatch {cfg.minibatch} and "
+                        f"--pretrain-batch {cfg.pretrain_batch}, and can only train")
+    try:
+        backend = "nccl" if cfg.device.startswith("cuda") else "gloo"
+        torch.distributed.init_process_group(backend)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"environment {said}: the processes did not find each other ({error})")
+    RANK, WORLD = rank, world
+
+# ---- Files. Each is written beside its place and renamed, so that it is whole or absent.
 
 def write(path, content):
-    """Text, or a dict as a checkpoint (.pt) or as JSON, to a file, atomically. Only rank 0 writes."""
+    """Text, or a dict as a checkpoint (.pt) or as JSON, to a file, atomically; only rank 0 does.
+    Raises UserError where the system refuses."""
     if RANK > 0:
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name}.{os.urandom(6).hex()}.critkl")
     try:
-        with open(beside, "wb") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(beside, "xb") as file:
+            lock(file)
             if path.suffix == ".pt":
-                torch.save(content, file)
+                torch.save(content | dict(digest=digest(content)), file)
+            elif path.suffix == ".json":
+                file.write(json.dumps(content, indent=1, allow_nan=False).encode())
             else:
-                file.write((content if isinstance(content, str) else json.dumps(content, indent=1)).encode())
+                file.write(content.encode())
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except (OSError, RuntimeError) as error:                         # torch raises both
+        raise UserError(f"{path}: cannot be written: {error}") from None
     finally:
         beside.unlink(missing_ok=True)
 
-def load(path, device, parts, *names):
-    """Put the state_dicts of a checkpoint into its `parts` (name to module or optimizer) and return the list of
-    its values of other names. Nothing is unpickled but tensors and plain values. Raises UserError."""
+def lock(file):
+    """Lock an open file until it is closed. False if another process has, or no system can."""
     try:
-        state = dict(torch.load(path, map_location=device, weights_only=True))
-        if state["version"] != VERSION:
-            raise UserError(f"made by version {state['version']}")
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-        return [state[name] for name in names]
+        import fcntl                                                 # Windows has none
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except (ImportError, OSError):
+        return False
+
+def remove_leftovers(folder):
+    """Delete the temporary files of writers that were killed: nobody holds their lock any more."""
+    for path in folder.glob(".*.critkl") if RANK == 0 else ():
+        try:
+            old = time.time() - path.stat().st_mtime > 1           # else perhaps not yet locked
+            with open(path, "rb") as file:
+                if old and lock(file):
+                    path.unlink(missing_ok=True)
+        except OSError:
+            continue
+
+def digest(value):
+    """SHA-256 of tensors, plain values, and dicts and lists of them: changes with every bit."""
+    if isinstance(value, torch.Tensor):
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, dict):
+        content = repr([(name, digest(item)) for name, item in value.items()]).encode()
+    elif isinstance(value, (list, tuple)):
+        content = repr([digest(item) for item in value]).encode()
+    else:
+        content = repr(value).encode()
+    return hashlib.sha256(content).hexdigest()
+
+def load(path, device="cpu"):
+    """The dict in a checkpoint. Nothing is unpickled but tensors and plain values. Raises UserError
+    on one that is damaged or of another version."""
+    try:
+        content = dict(torch.load(path, map_location=device, weights_only=True))
+        whole = content.pop("digest") == digest(content)
+        version = content["version"]
     except Exception as error:  # what torch.load raises on other files is not documented
-        raise UserError(f"{path}: not a checkpoint of critkl {VERSION}, or of another configuration "
-                        f"({type(error).__name__}: {' '.join(str(error).split())[-200:]})") from None
+        raise UserError(f"{path}: not a checkpoint of critkl, or damaged "
+                        f"({type(error).__name__})") from None
+    if not whole:
+        raise UserError(f"{path}: damaged, its checksum is another")
+    if version != VERSION:
+        raise UserError(f"{path}: made by version {version}, this is {VERSION}")
+    return content
+
+def read_json(path):
+    """The dict in a JSON file; {} where there is none, or it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 def csv_text(rows):
+    """Dicts of numbers as CSV; a name that a row lacks is empty there."""
     names = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [[f"{row[n]:.6g}" if n in row else "" for n in names] for row in rows]
-    return "\n".join(map(",".join, [names] + lines)) + "\n"
+    lines = [",".join(names)]
+    for row in rows:
+        lines.append(",".join(f"{row[name]:.6g}" if name in row else "" for name in names))
+    return "\n".join(lines) + "\n"
+
+def require_finite_weights(what, model):
+    """Raises UserError where a weight is not finite: it is neither saved nor used."""
+    if not all(p.isfinite().all() for p in model.parameters()):
+        raise UserError(f"{what}: a weight is not finite")
+
+def restore(path, saved, total, parts):
+    """Put the states in a checkpoint into its parts (name to model or optimizer). Raises UserError
+    where they do not fit, or its count of steps is none."""
+    done = saved.get("done")
+    if type(done) is not int or not 0 <= done <= total:
+        raise UserError(f"{path}: damaged, it is at step {done} of {total}")
+    try:
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        raise UserError(f"{path}: does not fit these settings ({type(error).__name__})") from None
+    for name, part in parts.items():
+        if isinstance(part, nn.Module):
+            require_finite_weights(f"{path}, {name}", part)
 
 def peak_memory_mb(device):
-    """Peak of this process on the CPU, of the allocator on a GPU, in MB."""
-    if device == "cuda" or sys.platform == "win32":
-        return torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else math.nan
-    import resource                                                  # Windows has none
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+    """Peak of this process on the CPU, of the allocator on CUDA, in MB; None where unknown."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated() / 2**20
+    try:
+        import resource                                              # Windows has none
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+
+# ---- What a run prints, and how it is stopped.
+
+class Stopped(Exception):
+    """Asked to stop, and everything is saved: exit code 130."""
 
 class Log:
-    """What a run prints: one live line on a terminal, elsewhere a plain line every 20 seconds. It also
-    holds Ctrl-C while training: the first asks to stop at the next whole step, the second stops at once."""
-    def __init__(self, training=True, quiet=False):
-        self.live, self.last, self.first, self.interrupted = sys.stdout.isatty(), 0.0, {}, False
-        self.quiet = quiet or RANK > 0
-        if training:
-            signal.signal(signal.SIGINT, self.interrupt)
+    """Prints: one live line on a terminal, elsewhere a plain line every 20 seconds.
 
-    def interrupt(self, *_):
-        self.interrupted = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    As a context it also holds Ctrl-C, SIGTERM and SIGHUP. The first of them asks for a stop at the
+    next whole step, which a loop that saves looks up in `stop_requested`. A second one stops at
+    once, and so does one while no such loop runs (`patient` is False).
+    """
+
+    def __init__(self, quiet=False):
+        open_stdout = sys.stdout is not None and not sys.stdout.closed
+        self.live = open_stdout and sys.stdout.isatty()
+        self.quiet = quiet or not open_stdout
+        self.last = 0.0
+        self.first = {}                                              # step and time each began with
+        self.patient = self.stop_requested = False
+        self.handlers = {}
+        if open_stdout and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")                 # a name it cannot show
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():    # others get no signals
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                if hasattr(signal, name):                            # Windows has no SIGHUP
+                    number = getattr(signal, name)
+                    self.handlers[number] = signal.signal(number, self.on_signal)
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    def on_signal(self, *_):
+        if self.stop_requested or not self.patient:
+            raise KeyboardInterrupt
+        self.stop_requested = True
 
     def line(self, text, end="\n"):
-        if not self.quiet:
+        if self.quiet or RANK > 0:
+            return
+        try:
             print(("\r\033[K" if self.live else "") + text, end=end, flush=True)
+        except (OSError, ValueError):                                # a closed pipe: go on silent
+            self.quiet = True
+            sys.stdout = open(os.devnull, "w")
 
-    def progress(self, what, step, total, detail):
-        now = time.time()
+    def progress(self, what, step, total, detail=""):
+        """A line about the progress of a loop, at most every 20 seconds (0.2 on a terminal)."""
+        now = time.monotonic()
         first_step, began = self.first.setdefault(what, (step, now))
-        if step > first_step and now - self.last >= (0.2 if self.live else 20):
+        if step == total:
+            del self.first[what]
+        elif step > first_step and now - self.last >= (0.2 if self.live else 20):
             left = (now - began) / (step - first_step) * (total - step)
             self.last = now
-            self.line(f"{what} {step}/{total}  {detail()}  {left:.0f} s left", end="" if self.live else "\n")
+            text = f"{what} {step}/{total}  {detail}  {left:.0f} s left"
+            self.line(text, end="" if self.live else "\n")
 
-# ---- Runs.
-def read_settings(folder, cfg=None, names=()):
-    """The settings in a run folder's config.json. Raises UserError, also where a named one is not that of `cfg`."""
-    try:
-        there = dict(json.loads((Path(folder) / "config.json").read_text())["settings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder}: not a run folder, or its config.json is damaged") from None
+# ---- Runs: their folders, and what makes them go on where they were stopped.
+
+FREE_FIELDS = ("out", "name", "json", "preset")                      # change nothing in what is run
+PRETRAINING_FIELDS = (
+    "digits", "extra", "dial", "mistakes", "layers", "width", "heads", "window", "pretrain_steps",
+    "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
+
+def new_model(cfg):
+    """A GPT as `cfg` has it, on its device."""
+    model = GPT(cfg.layers, cfg.width, cfg.heads, cfg.window).to(cfg.device)
+    model.temperature = cfg.temperature
+    return model
+
+def run_folder(cfg):
+    """The folder of a run: its mode, a hash of its settings (or --name), its seed."""
+    settings = settings_that_count(cfg) | versions()
+    del settings["seed"]
+    name = cfg.name or digest(settings)[:8]
+    return Path(cfg.out).expanduser() / f"{cfg.mode}-{name}-seed{cfg.seed}"
+
+def settings_that_count(cfg):
+    """The settings that decide what a run computes."""
+    return {name: value for name, value in asdict(cfg).items() if name not in FREE_FIELDS}
+
+def versions():
+    """What else decides the numbers of a run."""
+    return dict(version=VERSION, torch=str(torch.__version__), processes=WORLD)
+
+def read_settings(folder):
+    """The settings in a run folder's config.json. Raises UserError."""
+    settings = read_json(Path(folder) / "config.json").get("settings")
+    if not isinstance(settings, dict):
+        raise UserError(f"{folder}: not a run folder, or its config.json is damaged")
+    return settings
+
+def require_settings(folder, cfg, names):
+    """Raises UserError where a run folder holds other settings of these names."""
+    settings = read_settings(folder)
     for name in names:
-        if there.get(name) != getattr(cfg, name):
-            raise UserError(f"{folder}: holds a run with {name} {there.get(name)}, not {getattr(cfg, name)}")
-    return there
+        if settings.get(name) != getattr(cfg, name):
+            raise UserError(f"{folder}: holds a run with {name} {settings.get(name)}, "
+                            f"not {getattr(cfg, name)}")
 
-def open_run(cfg):
-    """Make the run folder, or check that the one there has the same settings."""
-    folder = run_folder(cfg)
+def open_run(cfg, folder):
+    """Make a run folder, or check that the one there has the same settings. Raises UserError."""
+    remove_leftovers(folder)
     if (folder / "config.json").exists():
-        read_settings(folder, cfg, [f.name for f in fields(Config) if f.name not in FREE_FIELDS])
-        for left in folder.glob(".*.[0-9]*") if RANK == 0 else ():   # half-written by a run that was killed
-            left.unlink()
-    else:
-        write(folder / "config.json", dict(
-            settings=asdict(cfg), version=VERSION, torch=torch.__version__, python=platform.python_version(),
-            machine=platform.platform(), processes=WORLD))
-    return folder
+        require_settings(folder, cfg, [f.name for f in fields(Config) if f.name not in FREE_FIELDS])
+    if not (folder / "checkpoint.pt").exists() and not (folder / "summary.json").exists():
+        write(folder / "config.json", versions() | dict(
+            python=platform.python_version(), machine=platform.platform(), settings=asdict(cfg)))
 
-def fixed_problems(reference, cfg):
-    """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1."""
-    rng, chosen, tried = stream(cfg.seed, "fixed"), {}, 0
-    while len(chosen) < cfg.fixed:
-        if tried == 10_000:
-            raise UserError(f"--fixed {cfg.fixed}: the pretrained model solves only {len(chosen)} of 10,000 sometimes")
-        problems = [rl_problem(rng, cfg) for _ in range(100)]
-        expected, _ = examine(reference, problems, cfg.digits)
-        chosen |= dict.fromkeys(p for p, e in zip(problems, expected) if 0.05 <= e <= 0.95)
-        tried += len(problems)
-    return list(chosen)[:cfg.fixed]
+class PretrainingRun:
+    """The file of a pretrained model: made by the first run that needs it, for all that do."""
 
-def train(cfg, log):
-    """Pretrain (or load), fine-tune, evaluate, save: the whole of one run. Returns its summary."""
-    folder = open_run(cfg)
-    if (folder / "summary.json").exists():
-        log.line(f"{folder}: this run is complete")
-        return print_summary(json.loads((folder / "summary.json").read_text()), cfg, log)
-    checkpoint, source = folder / "checkpoint.pt", fingerprint(cfg, PRETRAINING_FIELDS)
-    if checkpoint.exists() and load(checkpoint, "cpu", {}, "pretrained") != [source]:
-        raise UserError(f"{folder}: began with another torch or number of processes; use these or another --name")
-    policy, pretrain_seconds = pretrain(cfg, log)
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=cfg.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    sampler = copy.deepcopy(policy).to(getattr(torch, cfg.sampler_dtype))
-    parts, done, rows, recent, seconds = dict(policy=policy, sampler=sampler, optimizer=optimizer), 0, [], [], 0.0
-    if checkpoint.exists():
-        done, rows, recent, seconds = load(checkpoint, cfg.device, parts, "done", "rows", "recent", "seconds")
-        log.line(f"{folder}: goes on from iteration {done}")
-    all_ranks(None)                                                  # nobody writes before all have read
-    began, fixed = time.time() - seconds, fixed_problems(reference, cfg)
-    def keep():
-        write(folder / "metrics.csv", csv_text(rows))
-        write(checkpoint, {name: part.state_dict() for name, part in parts.items()} | dict(
-            version=VERSION, done=done, rows=rows, recent=recent, seconds=time.time() - began, pretrained=source))
-    while True:
-        due = done % cfg.eval_every == 0 or done == cfg.iterations
-        if due and not (rows and rows[-1]["iteration"] == done):
-            accuracy, critical = test_accuracy(policy, cfg, cfg.eval_problems)
-            means = {name: sum(r[name] for r in recent) / len(recent) for name in recent[0]} if recent else {}
-            rows.append(dict(iteration=done, seconds=time.time() - began)
-                        | {f"accuracy_{k}": v[0] for k, v in accuracy.items()} | critical | means)
-            recent = []
-            log.line(f"iteration {done:4d}  " + "  ".join(f"{k} {v[0]:.3f}" for k, v in accuracy.items())
-                     + "".join(f"  {k} {means[k]:.3g}" for k in ("reward", "kl_ref", "masked") if k in means))
-            keep()
-        if done == cfg.iterations:
-            break
-        lr = optimizer.param_groups[0]["lr"] = cfg.lr * (1 - done / cfg.iterations)
-        rng, answers = stream(cfg.seed, "problems", done), cfg.group if cfg.advantage == "group" else 1
-        problems = [rng.choice(fixed) if fixed else rl_problem(rng, cfg) for _ in range(cfg.episodes // answers)]
-        problems = [p for p in problems for _ in range(answers)]
-        if done % cfg.staleness == 0:
-            sampler.load_state_dict(policy.state_dict())
-        batch = rollout(sampler, problems, stream(cfg.seed, "noise", done).getrandbits(63))
-        prepare(batch, policy, reference, cfg)
+    def __init__(self, cfg, log, model, optimizers):
+        self.cfg, self.log, self.model, self.optimizers = cfg, log, model, optimizers
+        self.settings = {name: getattr(cfg, name) for name in PRETRAINING_FIELDS} | versions()
+        folder = Path(cfg.out).expanduser()
+        self.path = folder / f"pretrained-{digest(self.settings)[:16]}.pt"
+        self.done, self.seconds = 0, 0.0
+        remove_leftovers(folder)
+        if self.path.exists():
+            self.restore(load(self.path, cfg.device))
+        barrier()                                                    # all read before one writes
+        self.began = time.monotonic() - self.seconds
+        log.patient = self.done < cfg.pretrain_steps
+
+    def restore(self, saved):
+        total = self.cfg.pretrain_steps
+        if saved.get("settings") != self.settings:
+            raise UserError(f"{self.path}: holds a model of other settings; move it away")
+        parts = dict(model=self.model)
+        if saved.get("done") != total:
+            parts |= {f"optimizer{i}": o for i, o in enumerate(self.optimizers)}
+        restore(self.path, saved, total, parts)
+        self.done, self.seconds = saved["done"], saved["seconds"]
+
+    def step_done(self, loss):
+        """After each step: count, show, save now and then; raises Stopped if asked to stop."""
+        self.done += 1
+        total = self.cfg.pretrain_steps
+        self.log.progress("pretraining", self.done, total, f"loss {loss:.4f}")
+        stop = any(all_ranks(self.log.stop_requested))
+        if stop or self.done == total or self.done % 500 == 0:
+            self.save()
+        if stop and self.done < total:
+            self.log.line("stopped while pretraining; the same command goes on")
+            raise Stopped
+        self.log.patient = self.done < total
+
+    def save(self):
+        require_finite_weights(f"pretraining, step {self.done}, not saved", self.model)
+        self.seconds = time.monotonic() - self.began
+        states = {}
+        if self.done < self.cfg.pretrain_steps:
+            states = {f"optimizer{i}": o.state_dict() for i, o in enumerate(self.optimizers)}
+        write(self.path, states | dict(
+            version=VERSION, settings=self.settings, done=self.done, seconds=self.seconds,
+            model=self.model.state_dict()))
+        barrier()                                                    # none ends before it is saved
+
+class Run:
+    """The files of one run of RL, its evaluations, and where it stops and goes on.
+
+    checkpoint.pt holds all that the run needs, the reference included: a copy of the folder goes on
+    anywhere. metrics.csv is made from it.
+    """
+
+    def __init__(self, cfg, log, folder):
+        self.cfg, self.log, self.folder = cfg, log, folder
+        self.checkpoint = folder / "checkpoint.pt"
+        self.done = 0                                                # iterations
+        self.rows = []                                               # of metrics.csv
+        self.recent = []                                             # diagnostics since then
+        self.saved = None
+        open_run(cfg, folder)
+
+    def is_complete(self):
+        """Whether there is a summary; it is printed, and metrics.csv made if it was not."""
         try:
-            recent.append(update(policy, optimizer, batch, cfg, done) | dict(lr=lr))
-        except UserError as error:
-            raise UserError(f"{error}; the last good checkpoint is {checkpoint}") from None
-        done += 1
-        log.progress("iteration", done, cfg.iterations, lambda: f"reward {recent[-1]['reward']:.2f}")
-        if done % (2 * cfg.eval_every) == 0:
-            (a, b), answer = problems[0], decode(batch.ids[0, 1:][batch.mask[0]])
-            log.line(f"  sampled, reward {batch.correct[0]:.0f}: {a}+{b}\n  " + answer.strip().replace("\n", "\n  "))
-        if any(all_ranks(log.interrupted)):
-            keep()
-            log.line(f"stopped after iteration {done}; to go on: the same command, or --resume {folder}")
-            all_ranks(None)                                          # none ends before the first has saved
-            raise KeyboardInterrupt
-    after, critical_after = test_accuracy(policy, cfg, cfg.test_problems)
-    before, critical_before = test_accuracy(reference, cfg, cfg.test_problems)
-    seconds = time.time() - began
-    summary = dict(
-        mode=cfg.mode, seed=cfg.seed, accuracy={k: v[0] for k, v in after.items()},
-        pretrained_accuracy={k: v[0] for k, v in before.items()},
-        intervals=dict(accuracy=after, pretrained_accuracy=before),
-        critical_tokens={k: dict(before=critical_before[k], after=critical_after[k]) for k in critical_before},
-        seconds=dict(pretrain=pretrain_seconds, rl=seconds, total=pretrain_seconds + seconds),
-        peak_memory_mb=peak_memory_mb(cfg.device), parameters=sum(p.numel() for p in policy.parameters()))
-    write(folder / "summary.json", summary)
-    return print_summary(summary, cfg, log)
+            text = summary_text(read_json(self.folder / "summary.json"), self.cfg)
+        except (KeyError, TypeError, ValueError, AttributeError):    # none, or damaged: made again
+            return False
+        metrics = self.folder / "metrics.csv"
+        if self.checkpoint.exists() and not is_newer(metrics, self.checkpoint):
+            self.rows = load(self.checkpoint)["rows"]
+            self.write_metrics()
+        self.log.line(f"{self.folder}: this run is complete\n{text}")
+        return True
 
-percent = lambda interval: "{:.1f} ({:.1f} to {:.1f})".format(*(100 * x for x in interval))
+    def saved_reference(self):
+        """(reference, seconds of pretraining) from the checkpoint, or None without one."""
+        if not self.checkpoint.exists():
+            return None
+        self.saved = load(self.checkpoint, self.cfg.device)
+        if self.saved.get("settings") != settings_that_count(self.cfg):
+            raise UserError(f"{self.checkpoint}: of a run with other settings")
+        reference = new_model(self.cfg)
+        restore(self.checkpoint, self.saved, self.cfg.iterations, dict(reference=reference))
+        return reference, self.saved["pretrain_seconds"]
 
-def print_summary(summary, cfg, log):
-    log.line(f"\nexpected success in %, varying lengths, {cfg.test_problems} held-out problems, 95% interval")
-    log.line(f"{'':8}{'pretrained':>22}{'after RL, ' + cfg.mode if cfg.iterations else 'no RL':>26}")
-    intervals, seconds = summary["intervals"], summary["seconds"]
-    for k in summary["accuracy"]:
-        log.line(f"{k:8}{percent(intervals['pretrained_accuracy'][k]):>22}{percent(intervals['accuracy'][k]):>26}")
-    log.line(f"{seconds['pretrain']:.0f} s pretraining, {seconds['rl']:.0f} s RL and evaluation, "
-             f"{summary['peak_memory_mb']:.0f} MB at the peak; all of it in {run_folder(cfg)}")
-    return summary
+    def begin(self, reference, policy, sampler, optimizer, pretrain_seconds):
+        """Before the first iteration: restore what is saved, or evaluate for the first row."""
+        self.parts = dict(reference=reference, policy=policy, sampler=sampler, optimizer=optimizer)
+        self.pretrain_seconds = pretrain_seconds
+        self.began = time.monotonic()
+        barrier()                                                    # all read before one writes
+        if self.saved is None:
+            self.evaluate()
+            self.save()
+        else:
+            restore(self.checkpoint, self.saved, self.cfg.iterations, self.parts)
+            self.done = self.saved["done"]
+            self.rows, self.recent = self.saved["rows"], self.saved["recent"]
+            self.began -= self.saved["seconds"]
+            self.write_metrics()
+            self.log.line(f"{self.folder}: goes on after iteration {self.done}")
+        self.log.patient = True
 
-def chosen_policy(cfg, log):
-    """The run folder, the pretrained model, and the policy to look at: that of --checkpoint, or the pretrained."""
-    policy = GPT(cfg.layers, cfg.width, cfg.heads, cfg.window).to(cfg.device)
-    policy.temperature = cfg.temperature
-    if cfg.checkpoint:                                               # refused before anything is written
-        read_settings(cfg.checkpoint, cfg, sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"}))
-        load(Path(cfg.checkpoint) / "checkpoint.pt", cfg.device, dict(policy=policy))
-    folder, (reference, _) = open_run(cfg), pretrain(cfg, log)
-    return folder, reference, policy if cfg.checkpoint else copy.deepcopy(reference)
+    def iteration_done(self, sampled, info):
+        """After each iteration: count, show, evaluate and save when due; Stopped if asked to."""
+        cfg = self.cfg
+        self.done += 1
+        self.recent.append(info)
+        self.log.progress("iteration", self.done, cfg.iterations, f"reward {info['reward']:.2f}")
+        if self.done == 1 and not sampled.correct.any():
+            self.log.line(
+                f"no reward: the pretrained model solved none of {cfg.episodes} problems of "
+                f"{cfg.digits + cfg.extra} digits, and without a reward there is nothing to learn "
+                "from. More pretraining or a larger --dial helps.")
+        if self.done % (2 * cfg.eval_every) == 0:
+            self.show_sample(sampled)
+        due = self.done % cfg.eval_every == 0 or self.done == cfg.iterations
+        stop = any(all_ranks(self.log.stop_requested))
+        if due:
+            self.evaluate()
+        if due or stop:
+            self.save()
+        if stop:
+            self.log.line(f"stopped after iteration {self.done}; to go on: the same command, or "
+                          f"--resume {shlex.quote(str(self.folder))}")
+            raise Stopped
 
-def evaluate(cfg, log):
-    """Writes evaluation.json: [V] tables 4 and 5 (success at N to N+3) of a policy; of the pretrained model table 1
-    and the critical tokens by definition; 2,000 tokens as a bfloat16 sampler and the trainer see them, [Q] fig. 2."""
-    (folder, reference, policy), rows = chosen_policy(cfg, log), []
-    log.line(f"{'set':10} {'digits':6} {'sampled':>22} {'greedy':>22} {'expected':>22}   in %, 95% interval")
-    for kind, (k, name) in itertools.product(("identical", "varying"), enumerate(SETS)):
-        problems, graded = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind), dict(sampled=[], greedy=[])
-        for i in range(0, len(problems), 100):
-            for how, seed in zip(graded, (stream(cfg.seed, "evaluate", kind, k, i).getrandbits(63), None)):
-                graded[how].append(rollout(policy, problems[i:i + 100], seed).correct.cpu())
-        graded = {how: torch.cat(correct) for how, correct in graded.items()}
-        graded["expected"], _ = examine(policy, problems, cfg.digits)
-        row = {how: bootstrap(success) for how, success in graded.items()}
-        rows.append(dict(set=kind, digits=name) | row)
-        log.line(f"{kind:10} {name:6} " + " ".join(f"{percent(x):>22}" for x in row.values()))
+    def show_sample(self, sampled):
+        (a, b), correct = sampled.problems[0], sampled.correct[0]
+        answer = decode(sampled.ids[0, 1:][sampled.mask[0]])
+        indented = answer.strip().replace("\n", "\n  ")
+        self.log.line(f"  sampled, reward {correct:.0f}: {a}+{b}\n  {indented}")
+
+    def evaluate(self):
+        """A row of metrics.csv: success, critical tokens, diagnostics since the row before."""
+        accuracy, critical = test_accuracy(self.parts["policy"], self.cfg, self.cfg.eval_problems)
+        row = dict(iteration=self.done, seconds=time.monotonic() - self.began)
+        text = f"iteration {self.done:4d}"
+        for name, (mean, _, _) in accuracy.items():
+            row[f"accuracy_{name}"] = mean
+            text += f"  {name} {mean:.3f}"
+        row |= critical
+        for name in self.recent[0] if self.recent else ():
+            row[name] = sum(info[name] for info in self.recent) / len(self.recent)
+        for name in ("reward", "kl_ref", "masked"):
+            text += f"  {name} {row[name]:.3g}" if name in row else ""
+        self.rows.append(row)
+        self.recent = []
+        self.log.line(text)
+
+    def save(self):
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        require_finite_weights(f"iteration {self.done}, not saved; the last good checkpoint is "
+                               f"{self.checkpoint}", self.parts["policy"])
+        write(self.checkpoint, states | dict(
+            version=VERSION, settings=settings_that_count(self.cfg), done=self.done,
+            rows=self.rows, recent=self.recent, seconds=time.monotonic() - self.began,
+            pretrain_seconds=self.pretrain_seconds))
+        self.write_metrics()
+        barrier()                                                    # none ends before it is saved
+
+    def write_metrics(self):
+        """metrics.csv, which a spreadsheet may hold open: then later, the checkpoint has it all."""
+        for seconds in (0.1, 0.5, 0):
+            try:
+                return write(self.folder / "metrics.csv", csv_text(self.rows))
+            except UserError as error:
+                refused = error
+                time.sleep(seconds)
+        self.log.line(f"warning: {refused}; it will be made from the checkpoint the next time")
+
+    def end(self):
+        """After the last iteration: the summary, on many test problems."""
+        self.log.patient = False
+        cfg, policy = self.cfg, self.parts["policy"]
+        after, critical_after = test_accuracy(policy, cfg, cfg.test_problems, self.log)
+        before, critical_before = test_accuracy(
+            self.parts["reference"], cfg, cfg.test_problems, self.log)
+        critical = {}
+        for name in critical_before:
+            critical[name] = dict(before=critical_before[name], after=critical_after[name])
+        seconds = time.monotonic() - self.began
+        summary = dict(
+            mode=cfg.mode, seed=cfg.seed,
+            accuracy={name: mean for name, (mean, _, _) in after.items()},
+            pretrained_accuracy={name: mean for name, (mean, _, _) in before.items()},
+            intervals=dict(accuracy=after, pretrained_accuracy=before), critical_tokens=critical,
+            seconds=dict(pretrain=self.pretrain_seconds, rl=seconds,
+                         total=self.pretrain_seconds + seconds),
+            peak_memory_mb=peak_memory_mb(cfg.device),
+            parameters=sum(p.numel() for p in policy.parameters()))
+        write(self.folder / "summary.json", summary)
+        self.log.line(f"{summary_text(summary, cfg)}; all of it in {self.folder}")
+
+def summary_text(summary, cfg):
+    """A summary as a table of success, and of the right n+1 commas."""
+    before, after = summary["intervals"]["pretrained_accuracy"], summary["intervals"]["accuracy"]
+    heading = f"after RL, {cfg.mode}" if cfg.iterations else "no RL"
+    lines = [f"\nexpected success in %, {cfg.test_problems} held-out problems of varying lengths, "
+             f"95% interval\n{'':8}{'pretrained':>22}{heading:>26}"]
+    for name in after:
+        lines.append(f"{name:8}{percent(before[name]):>22}{percent(after[name]):>26}")
+    tokens = summary["critical_tokens"]
+    commas = [p for name, p in tokens.items() if name.endswith("_comma")]
+    if commas:
+        first = 100 * sum(p["before"] for p in commas) / len(commas)
+        last = 100 * sum(p["after"] for p in commas) / len(commas)
+        lines.append(f"commas  {first:22.1f}{last:26.1f}   (probability of the right n+1 comma)")
+    seconds = summary["seconds"]
+    lines.append(f"{seconds['pretrain']:.0f} s pretraining, {seconds['rl']:.0f} s RL and "
+                 f"evaluation, {summary['peak_memory_mb'] or 0:.0f} MB at the peak")
+    return "\n".join(lines)
+
+def is_newer(path, other):
+    """Whether a file is there and was written no earlier than another."""
+    return path.exists() and path.stat().st_mtime >= other.stat().st_mtime
+
+def percent(values):
+    """(mean, low, high) as "95.6 (95.2 to 96.0)"."""
+    mean, low, high = [100 * x for x in values]
+    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+
+# ---- Other modes: tables of a policy, one answer in colour, speed.
+
+def chosen_policy(cfg, log, folder):
+    """(pretrained model, policy to look at): that of --checkpoint, else the pretrained model.
+    Raises UserError before anything is written."""
+    policy = None
+    if cfg.checkpoint:
+        source = Path(cfg.checkpoint).expanduser()
+        names = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
+        require_settings(source, cfg, names)
+        path = source / "checkpoint.pt"
+        policy, reference = new_model(cfg), new_model(cfg)
+        saved = load(path, cfg.device)
+        restore(path, saved, 10**9, dict(policy=policy, reference=reference))
+    open_run(cfg, folder)
+    if policy is None:
+        reference, _ = pretrain(cfg, log)
+        policy = copy.deepcopy(reference)
+    return reference, policy
+
+def evaluate(cfg, log, folder):
+    """Writes evaluation.json: success at N to N+3 ([V] tables 4 and 5) of a policy; of the
+    pretrained model table 1 and the critical tokens by definition; and 2,000 tokens as a bfloat16
+    sampler and the trainer see them, [Q] fig. 2."""
+    reference, policy = chosen_policy(cfg, log, folder)
+    log.line(f"{'set':10} {'digits':6} {'sampled':>22} {'greedy':>22} {'expected':>22}   in %, "
+             "95% interval")
+    rows = []
+    for kind in ("identical", "varying"):
+        for k, name in enumerate(SETS):
+            problems = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind)
+            expected, _ = examine(policy, problems, cfg.digits, log)
+            row = dict(
+                sampled=interval(graded(policy, problems, log, (cfg.seed, "evaluate", kind, k))),
+                greedy=interval(graded(policy, problems, log)),
+                expected=interval(expected))
+            rows.append(dict(set=kind, digits=name) | row)
+            cells = " ".join(f"{percent(values):>22}" for values in row.values())
+            log.line(f"{kind:10} {name:6} {cells}")
     problems = test_set(cfg.digits + 1, 50, cfg.seed)
     gap, definition = critical_evidence(reference, problems, cfg)
-    log.line("certainty of the pretrained model on a token less its mean on the others, 50 answers: " + ", ".join(
-        f"{name} {mean:.4f} ({low:.4f} to {high:.4f})" for name, (mean, low, high) in gap.items()))
-    log.line("tokens of these answers: " + ", ".join(f"{n} {name}" for name, n in definition.items()))
-    batch = rollout(copy.deepcopy(policy).bfloat16(), problems, 0)
-    pi = token_logp(score(policy, batch.ids), batch.ids[:, 1:])
-    pairs = torch.stack((batch.logp, pi), -1)[batch.mask].exp()[:2000].tolist()
-    write(folder / "evaluation.json", dict(rows=rows, certainty_gap=gap, definition=definition, sampler=pairs))
+    log.line("certainty of the pretrained model on a token less its mean on the others:")
+    for name, (mean, low, high) in gap.items():
+        log.line(f"  {name:16} {mean:.4f} ({low:.4f} to {high:.4f})")
+    log.line("tokens of these answers:")
+    for name, count in definition.items():
+        log.line(f"  {name:24} {count}")
+    sampled = rollout(copy.deepcopy(policy).bfloat16(), problems, seed=0)
+    actions = sampled.ids[:, 1:]
+    mu = token_logp(sampled.logits, actions)
+    pi = token_logp(score(policy, sampled.ids), actions)
+    pairs = torch.stack((mu, pi), dim=-1)[sampled.mask].exp()[:2000].tolist()
+    write(folder / "evaluation.json", dict(
+        rows=rows, certainty_gap=gap, definition=definition, sampler=pairs))
     log.line(f"written to {folder}")
 
+def graded(policy, problems, log, key=None):
+    """(n,) 1 where the policy's answer is right, else 0: sampled with a key, else greedy."""
+    correct = []
+    for i in range(0, len(problems), 100):
+        seed = None if key is None else stream(*key, i).getrandbits(63)
+        correct.append(rollout(policy, problems[i:i + 100], seed).correct.cpu())
+        log.progress("answering", min(i + 100, len(problems)), len(problems))
+    return torch.cat(correct)
+
 def critical_evidence(reference, problems, cfg, uncertain_below=0.8):
-    """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts). gap, table 1:
-    certainty on the listed tokens (`critical_tokens`) and on the others, each less the mean on the rest of its answer;
-    mean over answers and its 95% interval. counts: tokens listed, uncertain (J below the threshold and among the ten
-    lowest of the answer), decisive (the greedy answer from the true character is right, from a wrong one not)."""
-    gaps, listed, uncertain = {"critical": [], "non-critical": []}, set(), set()
+    """What makes a token critical, [V] section 3.3, on the true answers. Returns (gap, counts).
+
+    gap, table 1: certainty on the listed tokens (`critical_tokens`), on the commas among them and
+    on the others, each less the mean on the rest of its answer; mean over answers and its interval.
+    counts: tokens that are listed; uncertain (J below the threshold and among the ten lowest of the
+    answer); decisive (after the true character the greedy answer is right, after a wrong one not).
+    """
     ids, mask = true_batch(problems, reference.device)
-    for i, (problem, J) in enumerate(zip(problems, reference_certainty(score(reference, ids), cfg))):
-        J = J[mask[i]].cpu()
-        gap, critical = J - (J.sum() - J) / (len(J) - 1), [*critical_tokens(*problem, cfg.digits).values()]
-        gaps["critical"].append(gap[critical].mean())
-        gaps["non-critical"].append((gap.sum() - gap[critical].sum()) / (len(gap) - len(critical)))
-        listed |= {(i, t) for t in critical}
-        uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
+    certainties = reference_certainty(score(reference, ids), cfg)
+    gaps = {"critical": [], "critical commas": [], "non-critical": []}
+    listed, uncertain = set(), set()
+    for i, (a, b) in enumerate(problems):
+        J = certainties[i][mask[i]].cpu()
+        mean_of_others = (J.sum() - J) / (len(J) - 1)
+        gap = J - mean_of_others
+        found = critical_tokens(a, b, cfg.digits)
+        is_listed = torch.zeros(len(J), dtype=torch.bool)
+        is_listed[list(found.values())] = True
+        commas = [index for name, index in found.items() if name.endswith("comma")]
+        gaps["critical"].append(gap[is_listed].mean())
+        gaps["critical commas"].append(gap[commas].mean())
+        gaps["non-critical"].append(gap[~is_listed].mean())
+        listed |= {(i, t) for t in is_listed.nonzero().flatten().tolist()}
+        lowest = J.argsort()[:10].tolist()
+        uncertain |= {(i, t) for t in lowest if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
-    outcome = zip(places, *(force(reference, problems, places, wrong)[1] for wrong in (False, True)))
-    decisive = {place for place, with_true, with_wrong in outcome if with_true and not with_wrong}
-    return {name: bootstrap(torch.stack(x)) for name, x in gaps.items()}, {
-        "listed": len(listed), "listed and decisive": len(listed & decisive), "uncertain": len(uncertain),
-        "uncertain and decisive": len(uncertain & decisive), "listed and uncertain": len(listed & uncertain),
+    _, after_true = force(reference, problems, places, wrong=False)
+    _, after_wrong = force(reference, problems, places)
+    outcomes = zip(places, after_true & ~after_wrong)
+    decisive = {place for place, is_decisive in outcomes if is_decisive}
+    return {name: interval(torch.stack(values)) for name, values in gaps.items()}, {
+        "listed": len(listed),
+        "listed and decisive": len(listed & decisive),
+        "uncertain": len(uncertain),
+        "uncertain and decisive": len(uncertain & decisive),
+        "listed and uncertain": len(listed & uncertain),
         "all three": len(listed & uncertain & decisive)}
 
-def inspect(cfg, log):
-    """[V] fig. 5: the greedy answer, each character coloured by the certainty of the pretrained model."""
+def inspect(cfg, log, folder):
+    """[V] fig. 5: the greedy answer, each character coloured by the certainty of the pretrained
+    model. Writes inspect.json with the five likeliest characters of both policies at each place."""
     a, b = parse_problem(cfg.problem)
-    folder, reference, policy = chosen_policy(cfg, log)
-    batch = rollout(policy, [(a, b)])
-    J = reference_certainty(score(reference, batch.ids), cfg)[batch.mask].tolist()
-    text = answer = decode(batch.ids[:, 1:][batch.mask])
-    if log.live:                                                     # red below 0.8, yellow, green at 1
-        level = [min(5, max(0, round(25 * j - 20))) for j in J]
-        text = "".join(f"\033[38;5;{196 - 36 * max(0, n - 3) + 6 * n}m{c}" for n, c in zip(level, answer)) + "\033[0m"
-    log.line(prompt(a, b) + text)
-    log.line(f"{'right' if batch.correct[0] else 'wrong'}: {a}+{b}={a + b}; the pretrained model is least certain at")
-    for i in sorted(range(len(J)), key=J.__getitem__)[:5]:
-        log.line(f"  J = {J[i]:.3f}  {answer[max(0, i - 16):i]!r} then {answer[i]!r}")
-    write(folder / "inspect.json", dict(problem=cfg.problem, text=answer, certainty=J, correct=bool(batch.correct[0])))
+    reference, policy = chosen_policy(cfg, log, folder)
+    answer = rollout(policy, [(a, b)])
+    logits_ref = score(reference, answer.ids)
+    J = reference_certainty(logits_ref, cfg)[answer.mask]
+    text = decode(answer.ids[:, 1:][answer.mask])
+    correct = bool(answer.correct[0])
+    coloured = text
+    if log.live:
+        coloured = "".join(map(in_colour, text, J.tolist())) + "\033[0m"
+    log.line(prompt(a, b) + coloured)
+    log.line(f"{'right' if correct else 'wrong'}: {a}+{b}={a + b}; the pretrained model is least "
+             "certain at")
+    for i in J.argsort()[:5].tolist():
+        log.line(f"  J = {J[i]:.3f}  {text[max(0, i - 16):i]!r} then {text[i]!r}")
+    write(folder / "inspect.json", dict(
+        problem=cfg.problem, text=text, correct=correct, certainty=J.tolist(),
+        weight=kl_weight(J, cfg.beta).tolist(),
+        pretrained=likeliest(logits_ref[answer.mask]),
+        policy=likeliest(score(policy, answer.ids)[answer.mask])))
 
-def bench(cfg, log):
-    """Time, tokens/s, share of the machine's rate and peak memory so far of each phase, to bench.json.
-    Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for each
-    weight a token meets and 2 T C for causal attention in each layer; a training step as three of them.
-    The machine's rate is that of a 2048 x 2048 matrix product, float32 on the CPU, bfloat16 on CUDA."""
-    from torch.utils.benchmark import Timer                          # imports much that no other mode needs
-    folder, (policy, _) = open_run(cfg), pretrain(cfg, log)
-    reference, optimizer = copy.deepcopy(policy), torch.optim.AdamW(policy.parameters(), lr=0.0)
-    both, weights = pretraining_optimizers(reference, cfg), sum(p.numel() for p in policy.parameters())
-    count = lambda ids: int((ids != TOKEN_ID[PAD]).sum())
-    mean_seconds = lambda call: Timer("call()", globals=dict(call=call), num_threads=cfg.threads).timeit(3).mean
-    matrix = torch.randn(2048, 2048, device=cfg.device).to(torch.bfloat16 if cfg.device == "cuda" else torch.float32)
-    rate = 2 * 2048**3 / mean_seconds(lambda: matrix @ matrix)
-    rng, batches = stream(cfg.seed, "bench"), pretraining_batches(cfg, 0)
+def in_colour(character, J):
+    """For a terminal: red where J is 0.8 or less, yellow, green at 1."""
+    level = min(5, max(0, round(25 * J - 20)))
+    return f"\033[38;5;{196 - 36 * max(0, level - 3) + 6 * level}m{character}"
+
+def likeliest(logits, count=5):
+    """(n, V) to n lists of the likeliest characters, each a pair (character, probability)."""
+    p, ids = logits.softmax(-1).topk(count)
+    return [list(zip(decode(row), values)) for row, values in zip(ids, p.tolist())]
+
+def bench(cfg, log, folder):
+    """Time, tokens/s, share of the machine's rate and peak memory so far of each phase, to
+    bench.json.
+
+    Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for
+    each weight a token meets and 2 T C for causal attention in each layer; a training step as three
+    of them. The rate is that of a 2048 x 2048 matrix product, float32, on CUDA bfloat16.
+    """
+    open_run(cfg, folder)
+    policy, _ = pretrain(cfg, log)
+    reference = copy.deepcopy(policy)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0)
+    pretraining = pretraining_optimizers(reference, cfg)
+    weights = sum(p.numel() for p in policy.parameters())
+    dtype = torch.bfloat16 if cfg.device.startswith("cuda") else torch.float32
+    matrix = torch.randn(2048, 2048, device=cfg.device).to(dtype)
+    rate = 2 * 2048 ** 3 / mean_seconds(lambda: matrix @ matrix, cfg)
+    rng = stream(cfg.seed, "bench")
     problems = [rl_problem(rng, cfg) for _ in range(cfg.episodes)]
-    batch, phases = rollout(policy, problems, 0), {}
-    tokens, E, both_tokens = count(batch.ids), cfg.epochs, sum(count(true_batch(b)[0]) for b in batches)
-    for name, passes, n, answers, call in (
-            ("sampling", 1, tokens, cfg.episodes, lambda: rollout(policy, problems, 0)),
-            ("scoring", 1, tokens, cfg.episodes, lambda: prepare(batch, policy, reference, cfg)),
-            ("update", 3, E * tokens, E * cfg.episodes, lambda: update(policy, optimizer, batch, cfg, 0)),
-            ("pretraining", 3, both_tokens, 4 * cfg.pretrain_batch,
-             lambda: [pretraining_step(reference, both, b, 0.5, cfg) for b in batches])):
-        seconds = mean_seconds(call)
-        flops = passes * n * (2 * weights + 2 * cfg.layers * n / answers * cfg.width)
-        phases[name] = dict(seconds=seconds, tokens_per_second=n / seconds, share_of_rate=flops / seconds / rate,
-                            peak_memory_mb=peak_memory_mb(cfg.device))
+    sampled = rollout(policy, problems, seed=0)
+    batch = prepare(sampled, policy, reference, cfg)
+    tokens = int((sampled.ids != TOKEN_ID[PAD]).sum())
+    batches = pretraining_batches(cfg, 0)
+    pretraining_tokens = sum(len(text) + len(answer) for b in batches for text, answer in b)
+
+    def pretrain_four():
+        for examples in batches:
+            pretraining_step(reference, pretraining, examples, lr=0.0)
+
+    phases = {}
+    for name, call, passes, n, answers in (
+            ("sampling", lambda: rollout(policy, problems, seed=0), 1, tokens, cfg.episodes),
+            ("scoring", lambda: prepare(sampled, policy, reference, cfg), 1, tokens, cfg.episodes),
+            ("update", lambda: update(policy, optimizer, batch, cfg, 0),
+             3, tokens * cfg.epochs, cfg.episodes * cfg.epochs),
+            ("pretraining", pretrain_four, 3, pretraining_tokens, 4 * cfg.pretrain_batch)):
+        seconds = mean_seconds(call, cfg)
+        attention = 2 * cfg.layers * n / answers * cfg.width
+        flops = passes * n * (2 * weights + attention)
+        phases[name] = dict(
+            seconds=seconds, tokens_per_second=n / seconds, share_of_rate=flops / seconds / rate,
+            peak_memory_mb=peak_memory_mb(cfg.device))
     iteration = sum(phases[name]["seconds"] for name in ("sampling", "scoring", "update"))
-    phases = {name: phase | dict(share_of_iteration=phase["seconds"] / iteration) for name, phase in phases.items()}
-    result = dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9, phases=phases)
+    for phase in phases.values():
+        phase["share_of_iteration"] = phase["seconds"] / iteration
+    result = dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9,
+                  phases=phases)
     write(folder / "bench.json", result)
     if cfg.json:
-        return print(json.dumps(result))
-    log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s, an iteration (sampling, "
-             f"scoring, update) {iteration:.2f} s\n{'phase':12} {'tokens/s':>10} {'of an iteration':>16} "
-             f"{'of the rate':>12} {'peak MB so far':>15}")
+        print(json.dumps(result))
+    log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s, an "
+             f"iteration (sampling, scoring, update) {iteration:.2f} s\n{'phase':12} "
+             f"{'tokens/s':>10} {'of an iteration':>16} {'of the rate':>12} {'peak MB so far':>15}")
     for name, phase in phases.items():
-        log.line(f"{name:12} {phase['tokens_per_second']:10.0f} {phase['share_of_iteration']:16.0%} "
-                 f"{phase['share_of_rate']:12.0%} {phase['peak_memory_mb']:15.0f}")
+        log.line(f"{name:12} {phase['tokens_per_second']:10.0f} "
+                 f"{phase['share_of_iteration']:16.0%} {phase['share_of_rate']:12.0%} "
+                 f"{phase['peak_memory_mb'] or 0:15.0f}")
+
+def mean_seconds(call, cfg):
+    """Mean time of three calls after a first one."""
+    from torch.utils.benchmark import Timer                          # imports much: only when asked
+    return Timer("call()", globals=dict(call=call), num_threads=cfg.threads).timeit(3).mean
 
 # ---- Command line.
+
+PRESETS = {
+    "laptop": dict(),
+    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=12000, window=8),
+    # GPT-2 small without its embeddings, A2C; from iterations on [V] tables 2 and 3, section 5.3
+    "paper": dict(
+        digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000,
+        pretrain_batch=64, pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50,
+        lr=1e-6, entropy_coef=5e-4, value_coef=0.1, alpha=5.0, method="pg_is"),
+}
+MODE_SETTINGS = {
+    "pretrain": dict(penalty="none", iterations=0),
+    "none": dict(penalty="none"),
+    "standard": dict(penalty="standard"),
+    "critical": dict(penalty="critical"),
+    "dppo": dict(penalty="none", method="dppo"),
+}
+# The methods that [Q] compares: mask, its bounds, cap C and anchor of Eq. 23.
+METHOD_SETTINGS = {
+    "ppo": dict(trust_region="clip"),
+    "pg_is": dict(trust_region="none"),
+    "cispo": dict(trust_region="none", ratio_cap=3.0),
+    "grpo_clip_higher": dict(trust_region="clip", eps_high=0.28),
+    "minirl": dict(trust_region="clip", eps_high=0.28, anchor="recomputed"),
+    "minirl_tis": dict(trust_region="clip", eps_high=0.28, anchor="recomputed", ratio_cap=3.0),
+    "dppo": dict(trust_region="divergence"),
+    "negative_only": dict(trust_region="negative", delta=0.5),
+}
+
+def parse_problem(text):
+    """ "2033+5179" to (2033, 5179). Raises UserError."""
+    number = "(0|[1-9][0-9]{0,29})"
+    match = re.fullmatch(rf"{number}\+{number}", text)
+    if match is None:
+        raise UserError(f"--problem {text}: allowed are two numbers of at most 30 digits without "
+                        "leading zeros, like 2033+5179")
+    return int(match[1]), int(match[2])
+
+def make_config(given):
+    """Config from the settings `given` by name. Later ones win: defaults, preset, mode, method,
+    given. Raises UserError on a value that is not allowed, or a given one without effect."""
+    values = {f.name: f.default for f in fields(Config)}
+    values |= PRESETS.get(given.get("preset"), {})
+    values |= MODE_SETTINGS.get(given.get("mode", values["mode"]), {})
+    values |= METHOD_SETTINGS.get(given.get("method", values["method"]), {})
+    values |= given
+    check_values(values)
+    cfg = Config(**values)
+    for f in fields(Config):
+        if f.name in given and f.metadata["needs"] and values[f.name] != f.default:
+            other, needed = f.metadata["needs"]
+            if values[other] not in needed:
+                raise UserError(f"{flag(f.name, values[f.name])}: has no effect with "
+                                f"{flag(other, values[other])}")
+    if cfg.dial == 0 and given.get("mistakes"):
+        raise UserError(f"{flag('mistakes', cfg.mistakes)}: has no effect with --dial 0")
+    check_combinations(cfg)
+    return cfg
+
+def flag(name, value):
+    """A setting as the command line has it: "--eps-low 0.2"."""
+    return f"--{name.replace('_', '-')} {value}"
+
+def check_values(values):
+    """Raises UserError where a value, by field of Config, is not one that the field may have."""
+    known = {f.name: f for f in fields(Config)}
+    for name, value in values.items():
+        if name not in known:
+            raise UserError(f"{flag(name, value)}: there is no such setting")
+        kind, meta = known[name].type, known[name].metadata
+        if meta["choices"] and value not in meta["choices"]:
+            raise UserError(f"{flag(name, value)}: allowed are {', '.join(meta['choices'])}")
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise UserError(f"{flag(name, value)}: allowed is a value of type {kind.__name__}")
+        if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:    # nan: neither
+            raise UserError(f"{flag(name, value)}: allowed is {meta['low']} to {meta['high']}")
+
+def check_combinations(cfg):
+    """Raises UserError where settings do not go together."""
+    def require(right, name, allowed):
+        if not right:
+            raise UserError(f"{flag(name, getattr(cfg, name))}: allowed is {allowed}")
+
+    of_episodes = f"a divisor of --episodes {cfg.episodes}"
+    require(cfg.width % (4 * cfg.heads) == 0, "width", f"a multiple of 4 * --heads {cfg.heads}")
+    require(cfg.episodes % cfg.minibatch == 0, "minibatch", of_episodes)
+    require(cfg.advantage == "gae" or cfg.episodes % cfg.group == 0, "group", of_episodes)
+    require(re.fullmatch(r"([\w+=-][\w.+=-]{0,99})?", cfg.name), "name",
+            "up to 100 letters, digits and _ + = - ., no . first")
+    require(cfg.mode != "pretrain" or cfg.iterations == 0, "iterations", "0 with --mode pretrain")
+    require(re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", cfg.device), "device",
+            "auto, cpu, cuda, cuda:1 (or another number), mps")
+    if cfg.mode == "inspect":
+        parse_problem(cfg.problem)
+
 class Parser(argparse.ArgumentParser):
-    def error(self, message):                                        # one line, without the 27 of the usage
+    def error(self, message):                                        # one line, without the usage
         raise UserError(message)
 
 def parse(argv):
-    """Command line to Config; flags, types and help come from its fields."""
-    parser = Parser(prog="critkl.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
-                    epilog="Defaults are preset laptop's; presets, modes and methods change some.")
+    """Command line to (Config, run folder); flags, types and help come from Config's fields."""
+    parser = Parser(
+        prog="critkl.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
+        epilog="Defaults are those of preset laptop; presets, modes and methods change some.")
     for f in fields(Config):
-        kind = dict(action="store_true") if f.type is bool else dict(type=f.type, choices=f.metadata["choices"])
-        parser.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, **kind,
-                            help=f"{f.metadata['help']} (default: {f.default})")
-    parser.add_argument("--resume", metavar="RUN_FOLDER", help="go on with a stopped run, with its own settings")
+        text = f"{f.metadata['help']} (default: {f.default})"
+        if f.metadata["needs"]:
+            other, values = f.metadata["needs"]
+            text += f"; only with {other} {', '.join(values)}"
+        name = "--" + f.name.replace("_", "-")
+        if f.type is bool:
+            parser.add_argument(name, default=argparse.SUPPRESS, action="store_true", help=text)
+        else:
+            parser.add_argument(name, default=argparse.SUPPRESS, type=f.type, help=text,
+                                choices=f.metadata["choices"])
+    parser.add_argument("--resume", metavar="RUN_FOLDER",
+                        help="go on with a stopped run, with its own settings")
     given = vars(parser.parse_args(argv))
     resume = given.pop("resume")
     if resume is None:
-        return make_config(given)
-    folder = Path(resume).resolve()
-    try:
-        cfg = make_config(read_settings(folder, argparse.Namespace(**given), given) | dict(out=str(folder.parent)))
-    except TypeError as error:                                       # settings of another version
-        raise UserError(f"--resume {resume}: {error}") from None
-    if run_folder(cfg) != folder:
-        raise UserError(f"--resume {resume}: renamed, or other version or number of processes: now {run_folder(cfg)}")
-    return cfg
+        return make_config(given), None
+    if given:
+        raise UserError(f"--resume {resume}: goes on with the run's own settings; leave out "
+                        f"{', '.join('--' + name.replace('_', '-') for name in given)}")
+    folder = Path(resume).expanduser()
+    settings = read_settings(folder)
+    if sorted(settings) != sorted(f.name for f in fields(Config)):
+        raise UserError(f"--resume {resume}: its settings are those of another version")
+    check_values(settings)
+    cfg = Config(**settings | dict(out=str(folder.parent)))
+    check_combinations(cfg)
+    return cfg, folder
 
 def start(cfg):
-    """Resolve device and threads into `cfg`, join the other processes."""
+    """Resolve device and threads into `cfg`. Raises UserError where the device is not there, or has
+    no memory for the model."""
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if cfg.device == "cuda" and torch.cuda.device_count() <= (local := int(os.environ.get("LOCAL_RANK", 0))):
-        raise UserError(f"--device cuda: no CUDA device {local} here (one for each process); allowed is cpu")
+    if cfg.device == "cuda" and "LOCAL_RANK" in os.environ:          # torchrun: a GPU for each
+        cfg.device = f"cuda:{os.environ['LOCAL_RANK']}"
+    if cfg.device.startswith("cuda"):
+        number = int(cfg.device.partition(":")[2] or 0)
+        if number >= torch.cuda.device_count():
+            raise UserError(f"--device {cfg.device}: there are {torch.cuda.device_count()} CUDA "
+                            "devices here; allowed is cpu")
+        torch.cuda.set_device(number)
+    if cfg.device == "mps" and not torch.backends.mps.is_available():
+        raise UserError("--device mps: there is none here; allowed is cpu")
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     cfg.threads = torch.get_num_threads()
-    if WORLD > 1:
-        if cfg.minibatch % WORLD or cfg.pretrain_batch % WORLD or cfg.mode not in MODES:
-            raise UserError(f"{WORLD} processes: they must divide --minibatch and --pretrain-batch, and can only train")
-        if cfg.device == "cuda":
-            torch.cuda.set_device(local)
-        torch.distributed.init_process_group("nccl" if cfg.device == "cuda" else "gloo")
+    weights = 12 * cfg.layers * cfg.width ** 2
+    try:
+        torch.empty(weights, device=cfg.device)                      # refused at once, if ever
+    except RuntimeError:
+        raise UserError(f"--layers {cfg.layers} --width {cfg.width}: no memory for a model of "
+                        f"{4 * weights / 1e9:.1f} GB") from None
+
+def describe(cfg, folder):
+    """What a run is, in a line: the settings that are not the defaults, and where it goes."""
+    changed = [flag(f.name, getattr(cfg, f.name)) for f in fields(Config)
+               if getattr(cfg, f.name) != f.default and f.name not in ("mode", "device")]
+    return (f"critkl {VERSION}, --mode {cfg.mode} {' '.join(changed)}".rstrip()
+            + f", on {cfg.device}, {cfg.threads} thread{'s' * (cfg.threads > 1)}; in {folder}")
 
 def main(argv=None):
+    """Run a command line; returns the exit code."""
+    modes = dict(evaluate=evaluate, inspect=inspect, bench=bench)
     try:
-        cfg = parse(argv)
+        cfg, folder = parse(argv)
         start(cfg)
-        log = Log(cfg.mode in MODES, quiet=cfg.json and cfg.mode == "bench")
-        log.line(" ".join(f"{k}={v}" for k, v in asdict(cfg).items() if v != ""))
-        dict(evaluate=evaluate, inspect=inspect, bench=bench).get(cfg.mode, train)(cfg, log)
+        join_processes(cfg)
+        folder = folder or run_folder(cfg)
+        with Log(quiet=cfg.json) as log:
+            log.line(describe(cfg, folder))
+            modes.get(cfg.mode, train)(cfg, log, folder)
         if WORLD > 1:
-            all_ranks(None)                                          # none ends before the first has saved
             torch.distributed.destroy_process_group()
         return 0
-    except (UserError, OSError) as error:
-        print(f"critkl.py: error: {error}", file=sys.stderr)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        if type(error) is RuntimeError and "allocate" not in str(error):
+            raise                                                    # else: out of memory
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"critkl.py: error: {message}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except (Stopped, KeyboardInterrupt):
         return 130
+
 
 if __name__ == "__main__":
     code = main()
-    os._exit(code) if WORLD > 1 else sys.exit(code)                  # gloo's threads can abort Python's own end
+    if WORLD > 1:
+        os._exit(code)                                               # gloo's threads can abort exit
+    sys.exit(code)

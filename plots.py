@@ -1,28 +1,26 @@
 """plots: every picture and table that a set of critkl run folders allows.
 
-    python plots.py runs                        draw all of runs/, into runs/
-    python plots.py runs/a runs/b --out figures some runs only, into another folder
+    python plots.py runs                         draw all of runs/, into runs/
+    python plots.py runs/a runs/b --out figures  some runs only, into another folder
+    python plots.py runs --where lr=0.001        only runs with this setting (or that do not use it)
 
-Reads config.json and the results of each run (metrics.csv and summary.json, evaluation.json, inspect.json or
-bench.json), nothing else; writes each picture as PNG and PDF, and the numbers as results.md. Runs that differ in
-their seed alone are a group. Shown are its mean and the 95% interval of that mean (Student t).
+Reads config.json and what each run wrote: metrics.csv and summary.json, or evaluation.json,
+inspect.json, bench.json. Writes the pictures of FIGURES (below) as PNG and PDF, their numbers as
+results.md, and answers.html, a page to touch. Three rules say what is compared:
 
-    learning_curves     expected success at N+k and at N while training, [V] fig. 3, 4
-    pretraining         the same for several degrees of pretraining (digits, dial, pretrain_steps), [V] fig. 3
-    critical_tokens     probability of the right n+1 comma while training, [V] fig. 4, 7
-    trust_region        reward, masked tokens, pi - mu while training, by method and trust region, [Q] fig. 3
-    beta_sweep          success at the end against beta, [V] fig. 6; alpha_sweep: against kl_coef (alpha)
-    frontier            success at the end, N+k against N, for each alpha; of each penalty the best is ringed
-    crossed             success at the end, penalties by trust regions
-    accuracy_by_digits  success of sampled answers at N to N+3, [V] fig. 2
-    mismatch            sampler against trainer at equal weights, [Q] fig. 2
-    coloured_text       an answer coloured by certainty, [V] fig. 5
-    growth              time and memory against digits, episodes, width
-
-A run still going is drawn as far as it goes. Compared are groups alike in all other settings; of several such
-comparisons each has a picture, whose name ends in what sets it apart from the first. Of many groups one of each
-kind is shown: that with the most seeds, then usual settings, then settings most like those of the others.
+  1. Runs that differ in the seed alone are a group. Shown are the mean over its seeds and the 95%
+     interval of that mean (Student t). A curve ends where the first of its seeds does.
+  2. A picture is about some settings and shows groups that are alike in all others. Of several
+     such sets that with the most runs is drawn; --where or other folders choose another.
+  3. A picture of penalties or methods shows one group of each: that with the most runs, then the
+     one with the most common settings.
 """
+import os
+import signal
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # also during the slow imports below
+
 import argparse
 import csv
 import itertools
@@ -31,643 +29,812 @@ import math
 import re
 import shlex
 import sys
+import warnings
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure  # without pyplot: no display, no backend to choose
+from matplotlib.figure import Figure  # not pyplot: no display, no backend to choose
 
-matplotlib.rcParams.update({
-    "font.size": 11, "axes.titlesize": 11, "legend.fontsize": 10, "legend.frameon": False, "legend.handlelength": 3,
+STYLE = {  # whatever a user's matplotlibrc says; without parse_math "$" is a dollar sign
+    "font.size": 10, "axes.titlesize": 10, "legend.frameon": False, "legend.handlelength": 3,
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
-    "lines.linewidth": 1.8, "lines.markersize": 5, "savefig.dpi": 150, "pdf.fonttype": 42})
-
-# mode of RL: colour (Okabe and Ito), line style, marker; other modes: the file of their results; FREE: settings
-# that make no group of their own
-MODES = {"none": ("#D55E00", ":", "s"), "standard": ("#0072B2", "--", "^"), "critical": ("#009E73", "-", "o"),
-         "dppo": ("#CC79A7", "-.", "D")}
-OTHER = {"evaluate": "evaluation.json", "inspect": "inspect.json", "bench": "bench.json"}
+    "lines.markersize": 5, "savefig.dpi": 150, "pdf.fonttype": 42, "text.parse_math": False}
 COLOURS = ("black", "#E69F00", "#0072B2", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#999999")
-LINES = ("-", "--", "-.", ":")
-FREE = ("seed", "out", "name", "problem", "checkpoint", "json", "preset", "eval_every", "eval_problems")
-PENALTY = ("beta", "certainty", "certainty_temperature", "kl_coef", "kl_kind")
-CLIP, DIVERGENCE = ("eps_low", "eps_high", "relax", "relax_below"), ("divergence", "top_k", "delta")
-METHOD = ("trust_region", "ratio_cap", "anchor", *CLIP, *DIVERGENCE)      # what --method sets
-PENALTIES, REGIONS = ("mode", "penalty", *PENALTY), ("mode", "method", *METHOD)
-DEGREE = ("digits", "dial", "pretrain_steps")                             # of pretraining
-METHODS = ("ppo", "pg_is", "cispo", "grpo_clip_higher", "minirl", "minirl_tis", "dppo", "negative_only")
-LIKE = {"divergence": "dppo", "negative": "negative_only", "none": "pg_is"}     # trust region: the method that has it
-USUAL = dict(ratio_cap=math.inf, eps_high=0.2, anchor="rollout", relax="none", certainty="negentropy", fixed=0,
-             certainty_temperature=0.0, temperature=1.0, kl_kind="k2", advantage="gae", sampler_dtype="float32",
-             staleness=1, window=0)        # older runs lack some of these; no label names them
-SHORT = {"kl_coef": "alpha", "digits": "N", "extra": "k", "pretrain_steps": "steps"}
-LENGTHS = ("N", "N+1", "N+2", "N+3")       # of the evaluated problems
+LINES, MARKERS = ("-", "--", "-.", ":"), "os^Dv<>P"
+LOOKS = {  # of each penalty
+    "none": dict(color="#D55E00", linestyle=":", marker="s"),
+    "standard": dict(color="#0072B2", linestyle="--", marker="^"),
+    "critical": dict(color="#009E73", linestyle="-", marker="o")}
 
+RESULT = {  # of each mode the file that a run writes at its end
+    "evaluate": "evaluation.json", "inspect": "inspect.json", "bench": "bench.json",
+    **dict.fromkeys(("none", "standard", "critical", "dppo"), "summary.json")}
+PLAIN = (str, int, float, type(None))
+SHAPES = {  # what a file must hold: [x] a list of x, {str: x} any names, float a finite number
+    "config.json": {"settings": {str: PLAIN}},
+    "summary.json": {"accuracy": {str: float}},
+    "evaluation.json": {
+        "rows": [{"set": str, "digits": str, "sampled": [float]}], "sampler": [[float]],
+        "certainty_gap": {str: [float]}, "definition": {str: float}},
+    "inspect.json": {
+        "text": str, "problem": str, "certainty": [float], "weight": [float],
+        "pretrained": [[[PLAIN]]], "policy": [[[PLAIN]]]},
+    "bench.json": {"phases": {str: {"seconds": float}}}}
 
-# ----------------------------------------------------------------------------------------------------
-# Reading. What is torn, missing or not a number is left out.
+FREE = (
+    "mode", "seed", "out", "name", "preset", "json", "eval_every", "eval_problems", "checkpoint")
+PENALTY = ("penalty", "alpha", "kl_kind", "beta", "certainty", "certainty_temperature")
+CLIP, MASK = ("eps_low", "eps_high", "relax", "relax_below"), ("divergence", "top_k", "delta")
+BOUNDS = ("trust_region", "ratio_cap", "anchor", *CLIP, *MASK)
+REGION, BUDGET = ("method", *BOUNDS), ("iterations", "lr")
+DEGREE, SIZES = ("digits", "dial", "mistakes", "pretrain_steps"), ("digits", "episodes", "width")
+IDLE = {  # settings that have no effect beside another
+    ("penalty", "none"): PENALTY[1:], ("penalty", "standard"): PENALTY[3:],
+    ("trust_region", "clip"): MASK, ("trust_region", "divergence"): CLIP,
+    ("trust_region", "negative"): CLIP + MASK[:2], ("trust_region", "none"): CLIP + MASK,
+    ("relax", "none"): ("relax_below",), ("advantage", "gae"): ("group",)}
 
-@dataclass
+class UserError(ValueError):
+    """A mistake of the user's: printed as one line, exit code 2."""
+
+def say(text):
+    """Print a line. A standard output that is closed or cannot show a name stops nothing."""
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError:
+        print(str(text).encode("ascii", "backslashreplace").decode(), flush=True)
+    except (OSError, ValueError):
+        sys.stdout = None
+
+# ---- Reading. What is damaged is named in a line and left out.
+
+@dataclass(eq=False)
 class Run:
     folder: Path
-    config: dict
-    rows: dict        # iteration to {column: number}, in order; of a repeated iteration the last
-    end: dict         # what the run wrote at its end; empty while it is going
+    settings: dict
+    rows: dict  # iteration to {column: number}
+    end: dict   # what the run wrote at its end; empty while it is going
 
-
-@dataclass
+@dataclass(eq=False)
 class Group:
-    key: dict         # the settings in effect
-    runs: dict        # seed to Run
+    key: dict   # the settings in effect
+    runs: list
 
-    @property
-    def target(self):
-        return f"N+{show(self.key.get('extra', 1))}"
+    def final(self, *path):
+        """What each finished run wrote at its end under a path of keys."""
+        found = [at(run.end, *path) for run in self.runs if run.end]
+        return [value for value in found if value is not None]
 
-    def final(self, *path, kind=None):
-        """What each finished run wrote at its end at a path of keys: numbers, or what is of a kind."""
-        ended = [run.end for run in self.runs.values() if run.end]
-        return [at(end, *path, kind=kind) if kind else number(end, *path) for end in ended]
+    def success(self, digits, field="accuracy"):
+        """Mean success at the end in %, with its interval."""
+        values = self.final("intervals", field, digits) or self.final(field, digits)
+        return 100 * np.array(interval(values))
 
-    def column(self, name):
-        """The numbers in a column of metrics.csv, a list for each finished run that has some."""
-        found = [[number(row, name) for row in run.rows.values()] for run in self.runs.values() if run.end]
-        return [[x for x in values if x == x] for values in found if not np.isnan(values).all()]
+    def curve(self, columns):
+        """Iterations, and in % the mean of the columns that match, with its interval, over all
+        seeds that have them, where all of these do: a mean over fewer would jump where one ends."""
+        seeds = []
+        for run in self.runs:
+            found = {i: [x for name, x in row.items() if fnmatchcase(name, columns)]
+                     for i, row in run.rows.items()}
+            seeds.append({i: 100 * np.mean(values) for i, values in found.items() if values})
+        for run, seed in zip(self.runs, seeds):
+            if run.rows and not seed and any(seeds):
+                say(f"{run.folder}: left out of a curve, it has no {columns}")
+        seeds = [seed for seed in seeds if seed]
+        common = sorted(set.intersection(*map(set, seeds))) if seeds else []
+        return common, [interval([seed[i] for seed in seeds]) for i in common]
 
-    def curve(self, column):
-        """Iterations, means and half widths in % over the seeds that have the column there: (3, n). Left out are
-        iterations at which a run that went further was not evaluated."""
-        at = sorted({i for run in self.runs.values() for i in run.rows})
-        at = [i for i in at if all(i in run.rows or i > max(run.rows, default=0) for run in self.runs.values())]
-        points = [(i, *interval([100 * number(run.rows, i, column) for run in self.runs.values()])) for i in at]
-        return np.array([point for point in points if not math.isnan(point[1])]).reshape(-1, 3).T
-
-    def graded(self, kind, digits, measure):
-        """[mean, low, high] of each seed from the rows of evaluation.json."""
-        return [row.get(measure) for rows in self.final("rows", kind=list) for row in map(at, rows)
-                if (row.get("set"), row.get("digits")) == (kind, digits)]
-
-    def without(self, *names):
-        return json.dumps({name: value for name, value in self.key.items() if name not in names}, sort_keys=True)
-
-
-def at(value, *path, kind=dict):
-    """What lies at a path of keys into nested dicts, if it is of this kind, or an empty one."""
+def at(value, *path):
+    """What lies under a path of keys into nested dicts, or None."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
-    return value if isinstance(value, kind) else kind()
+    return value
 
-
-def number(value, *path):
-    """The finite float at a path of keys into nested dicts, or nan."""
+def number(value):
+    """The value as a finite float, or nan."""
     try:
-        value = float(at(value, *path, kind=object))
+        value = float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
     return value if math.isfinite(value) else math.nan
 
+def show(value):
+    """A setting as text. JSON has null for infinity."""
+    return "inf" if value is None else f"{value:.5g}" if isinstance(value, float) else str(value)
+
+def cut(text):
+    """A name short enough for titles and legends."""
+    return text if len(text) <= 55 else f"{text[:34]}…{text[-20:]}"
+
+def read(path, parse):
+    """What a file holds; {} if there is none or it is damaged."""
+    try:
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            raise ValueError("not an ordinary file")
+        return parse(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        say(f"{path}: left out, {' '.join(str(error).split())}")
+        return {}
 
 def read_json(path):
-    try:
-        return at(json.loads(path.read_text(errors="replace")))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    """A JSON object of the shape that its name says. Lists about a text are as long as it."""
+    def parse(text):
+        content = json.loads(text)
+        for name, shape in SHAPES[path.name].items():
+            value = at(content, name)
+            proper = value and fits(value, shape)
+            if proper and path.name == "inspect.json" and isinstance(value, list):
+                proper = len(value) == len(content["text"])
+            if not proper:
+                raise ValueError(f"it holds no proper {name}")
+        return content
+    return read(path, parse)
 
+def fits(value, shape):
+    """Whether a JSON value has a shape (SHAPES)."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(x, shape[0]) for x in value)
+    if isinstance(shape, dict) and str in shape:
+        return isinstance(value, dict) and all(fits(x, shape[str]) for x in value.values())
+    if isinstance(shape, dict):
+        return all(fits(at(value, name), part) for name, part in shape.items())
+    if shape is float:
+        return isinstance(value, (int, float)) and not math.isnan(number(value))
+    return isinstance(value, shape)
 
-def read_metrics(path):
-    """Iteration to {column: number}. A whole line ends in a newline and is as long as the header."""
-    try:
-        header, *table = list(csv.reader(path.read_text(errors="replace").split("\n")[:-1])) or [[]]
-    except (OSError, csv.Error):
-        return {}
-    rows = [dict(zip(header, map(number, row))) for row in table if len(row) == len(header)]
-    return dict(sorted({row["iteration"]: row for row in rows if not math.isnan(number(row, "iteration"))}.items()))
+def parse_metrics(text):
+    """Iteration to {column: number}; of a repeated iteration the last row. A spreadsheet may have
+    saved it: semicolons or tabs between the columns, decimal commas."""
+    delimiter = next((mark for mark in ";\t" if mark in text.partition("\n")[0]), ",")
+    header, *table = csv.reader(text.splitlines(), delimiter=delimiter) if text else [[]]
+    rows = {}
+    for cells in filter(any, table):
+        if len(cells) != len(header):
+            raise ValueError(f"a row has {len(cells)} numbers for {len(header)} columns")
+        row = {name: float(x.replace(",", ".")) for name, x in zip(header, cells) if x}
+        row = {name: x for name, x in row.items() if math.isfinite(x)}
+        rows[row.get("iteration")] = row
+    if not rows or None in rows:
+        raise ValueError("it has no iterations")
+    return dict(sorted(rows.items()))
 
+def run_folders(folders):
+    """Every folder with a config.json in or below these, each once. Links are followed."""
+    seen, found = set(), []
+    for top in folders:
+        if not os.path.isdir(top):
+            raise UserError(f"{top}: no such folder")
+        for folder, below, files in os.walk(top, followlinks=True, onerror=say):
+            real = os.path.realpath(folder)
+            if real in seen:  # by a second link, or one that leads in a circle
+                below.clear()
+                continue
+            seen.add(real)
+            below.sort()
+            found += [Path(folder)] if "config.json" in files else []
+            for path in (os.path.join(folder, name) for name in files):
+                if not os.path.exists(path):
+                    say(f"{path}: left out, a link to nowhere")
+    return found
 
 def in_effect(settings):
-    """The settings that shape a run, without those that its penalty and its trust region do not use. However
-    it was asked for, the same trust region has the same method and the same run the same mode."""
-    settings = USUAL | settings
-    if settings["mode"] in OTHER:
-        kept = {"inspect": ("problem", "seed"), "bench": ("threads",)}.get(settings["mode"], ())
-        return dict(policy=re.sub(r"-seed\d+$", "", Path(str(settings.get("checkpoint") or "")).name)) | {
-            name: value for name, value in settings.items() if name not in FREE or name in kept}
-    penalty, region = settings.setdefault("penalty", settings["mode"]), settings.setdefault("trust_region", "clip")
-    if settings.setdefault("method", "ppo") == "ppo":
-        settings["method"] = LIKE.get(str(region), "ppo")
-    settings["mode"] = "dppo" if (penalty, settings["method"]) == ("none", "dppo") else penalty
-    idle = {"none": PENALTY, "standard": PENALTY[:3]}.get(str(penalty), ()) + {
-        "clip": DIVERGENCE, "divergence": CLIP, "negative": CLIP + DIVERGENCE[:2]}.get(str(region), CLIP + DIVERGENCE)
-    idle += ("relax_below",) * (settings["relax"] == "none") + ("group",) * (settings["advantage"] == "gae")
-    return {name: value for name, value in settings.items() if name not in FREE + idle}
+    """The settings that shape a run, without those that have no effect beside others."""
+    idle = {name for setting in settings.items() for name in IDLE.get(setting, ())}
+    key = {name: x for name, x in settings.items() if name not in FREE and name not in idle}
+    if RESULT[settings["mode"]] != "summary.json":
+        policy = Path(str(settings.get("checkpoint") or "pretrained")).name
+        key |= {"mode": settings["mode"], "policy": re.sub(r"-seed\d+$", "", policy)}
+    return key
 
+def read_groups(folders, where=()):
+    """The runs in or below the folders by group, in the order of their penalties and settings."""
+    runs, groups, seeds = [], {}, {}
+    for folder in run_folders(folders):
+        settings = read_json(folder / "config.json").get("settings", {})
+        if settings.get("mode") not in RESULT or settings.get("penalty", "none") not in LOOKS:
+            if settings:
+                say(f"{folder}: left out, nothing to draw in mode {show(settings.get('mode'))}")
+        elif all(show(in_effect(settings).get(name, value)) == value for name, value in where):
+            rows = read(folder / "metrics.csv", parse_metrics)
+            end = read_json(folder / RESULT[settings["mode"]])
+            runs.append(Run(folder, settings, rows, end))
 
-def read_groups(folders):
-    """All runs in or below the folders, by group, in the order of MODES and METHODS. Raises OSError."""
-    runs, groups = {}, {}
-    for folder in map(Path, folders):
-        for path in sorted(folder.rglob("config.json")):
-            config = read_json(path)
-            end = path.with_name(OTHER.get(str(at(config, "settings").get("mode")), "summary.json"))
-            runs[path.resolve()] = Run(path.parent, config, read_metrics(path.with_name("metrics.csv")), read_json(end))
-    for run in sorted(runs.values(), key=lambda run: (not run.end, -len(run.rows))):       # longest first
-        settings = at(run.config, "settings")
-        mode, seed = str(settings.get("mode")), str(settings.get("seed"))
-        key = in_effect(settings) if mode in {**MODES, **OTHER} else {}
-        if str(key.get("mode")) not in {**MODES, **OTHER}:
-            print(f"{run.folder}: left out, it holds nothing to draw (mode {mode})")
+    for run in sorted(runs, key=lambda run: (not run.end, -max(run.rows, default=-1))):
+        key = in_effect(run.settings)
+        name = json.dumps(key, sort_keys=True)
+        first = seeds.setdefault((name, run.settings.get("seed")), run)
+        if first is not run:
+            say(f"{run.folder}: left out, it has the settings and the seed of {first.folder}")
             continue
-        group = groups.setdefault(json.dumps(key, sort_keys=True), Group(key, {}))
-        if group.runs.setdefault(seed, run) is not run:                                    # a seed counts once
-            print(f"{run.folder}: left out, it has the settings and the seed of {group.runs[seed].folder}")
-        elif not run.end:
-            print(f"{run.folder}: not finished" + f", at iteration {max(run.rows, default=0):g}" * (mode in MODES))
+        groups.setdefault(name, Group(key, [])).runs.append(run)
+        if not run.end:
+            say(f"{run.folder}: not finished, {len(run.rows)} rows in its metrics.csv")
     if not groups:
-        raise FileNotFoundError(f"{', '.join(folders)}: no runs to draw (a run is a folder with a config.json)")
-    return sorted(groups.values(), key=lambda g: (
-        [*MODES, *OTHER].index(g.key["mode"]), g.key.get("method") in METHODS and METHODS.index(g.key["method"]),
-        [(np.nan_to_num(number(value)), str(value)) for value in g.key.values()]))
+        raise UserError(f"{', '.join(folders)}: no runs to draw")
+    return sorted(groups.values(), key=lambda group: (
+        list(LOOKS).index(group.key.get("penalty", "none")),
+        [(name, np.nan_to_num(number(x)), show(x)) for name, x in group.key.items()]))
 
+# ---- Statistics over seeds.
 
-# ----------------------------------------------------------------------------------------------------
-# Statistics over seeds.
-
-T975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,     # 1 to 20 degrees of freedom
-        2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
-
+T975 = (  # Student's t for 1 to 20 degrees of freedom
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
 
 def interval(values):
-    """Mean and half width of its 95% interval, t s / sqrt(n) with n - 1 degrees of freedom; nan where none."""
-    values = np.array([value for value in values if not math.isnan(value)])
-    n = len(values)
-    if n < 2:
-        return values.sum() if n else math.nan, math.nan
+    """Mean over seeds and the widths below and above of its 95% interval, t s / sqrt(n). Values:
+    of each seed a number or [mean, low, high]; of a single seed its own interval is taken."""
+    seeds = [[number(x) for x in (seed if isinstance(seed, list) else [seed])] for seed in values]
+    seeds = [seed for seed in seeds if seed and not math.isnan(seed[0])]
+    n, means = len(seeds), np.array([seed[0] for seed in seeds])
+    if n == 0:
+        return math.nan, math.nan, math.nan
+    if n == 1:
+        mean, low, high = seeds[0] if len(seeds[0]) == 3 else [means[0], math.nan, math.nan]
+        return mean, max(mean - low, 0.0), max(high - mean, 0.0)
     t = T975[n - 2] if n - 2 < len(T975) else 1.96 + 2.5 / (n - 1)
-    return values.mean(), t * values.std(ddof=1) / math.sqrt(n)
+    half = t * means.std(ddof=1) / math.sqrt(n)
+    return means.mean(), half, half
 
+# ---- Which groups to show together, and how each looks.
 
-def bounds(values):
-    """Mean over seeds, and the widths of its interval below and above. Values: numbers, or [mean, low, high] of
-    each seed; where there is one, the interval is its own."""
-    values = [[number(x) for x in (value if isinstance(value, list) else [value])] for value in values]
-    values = [value for value in values if value and not math.isnan(value[0])]
-    if len(values) == 1 and len(values[0]) == 3:
-        return values[0][0], values[0][0] - values[0][1], values[0][2] - values[0][0]
-    mean, half = interval([value[0] for value in values])
-    return mean, half, half
+def alike(groups, about):
+    """The groups in sets that are alike in all but these settings, most runs first."""
+    sets = {}
+    for group in groups:
+        rest = {name: value for name, value in group.key.items() if name not in about}
+        sets.setdefault(json.dumps(rest, sort_keys=True), []).append(group)
+    return sorted(sets.values(), key=lambda found: -sum(len(group.runs) for group in found))
 
+def one_of_each(groups, names):
+    """For each value of these the group with the most runs, then the most common settings."""
+    best = {}
+    for i, group in enumerate(groups):
+        common = sum(g.key.get(name) == x for g in groups for name, x in group.key.items())
+        value = tuple(group.key.get(name) for name in names)
+        best[value] = max(best.get(value, (0,)), (len(group.runs), common, -i))
+    return [groups[-i] for _, _, i in best.values()]
 
-def ends(groups, name):
-    """Means and half widths in % of the success at the end: (2, groups)."""
-    return np.array([interval([100 * v for v in g.final("accuracy", name)]) for g in groups]).T
+def different(groups):
+    """The settings with several values among the groups that have them, penalty first."""
+    names = dict.fromkeys(name for group in groups for name in group.key)
+    names = [n for n in names if len({show(g.key[n]) for g in groups if n in g.key}) > 1]
+    return sorted(names, key=lambda name: name not in ("penalty", "method", "policy"))
 
-
-def bench_series(groups):
-    """For each setting that bench runs differ in alone: its name, its values and {curve: (its values in s or MB,
-    the exponent p of the power law x^p nearest to them in logarithms)}."""
-    for name, *also in (("digits",), ("episodes", "minibatch"), ("width",)):
-        for family in families(groups, name, *also)[:1]:
-            mean = lambda *path: np.array([interval(g.final("phases", *path))[0] for g in family])
-            phases = dict.fromkeys(phase for g in family for found in g.final("phases", kind=dict) for phase in found)
-            x, y = np.array([number(g.key, name) for g in family]), {p: mean(p, "seconds") for p in phases}
-            y["peak memory"] = np.fmax.reduce([x * np.nan] + [mean(p, "peak_memory_mb") for p in phases])
-            yield name, x, {k: (v, np.polyfit(np.log(x), np.log(v), 1)[0] if (v * x > 0).all() else np.nan)
-                            for k, v in y.items()}
-
-
-# ----------------------------------------------------------------------------------------------------
-# Which groups to show together, and how each looks.
-
-def comparisons(groups, *names):
-    """The groups in lists that are alike in all but these settings, without fixed problems first, then by runs."""
-    found = {}
-    for g in groups:
-        found.setdefault(g.without(*names), []).append(g)
-    return sorted(found.values(), key=lambda e: (number(e[0].key, "fixed") > 0, -sum(len(g.runs) for g in e)))
-
-
-def families(groups, name, *also):
-    """The comparisons in which a numeric setting (and perhaps others with it) has several values, in its order."""
-    found = comparisons([g for g in groups if not math.isnan(number(g.key, name))], name, *also)
-    return [sorted(family, key=lambda g: number(g.key, name)) for family in found
-            if len({number(g.key, name) for g in family}) > 1]
-
-
-def named(found, *names):
-    """Comparisons over these settings by what ends their names: nothing, or as much as it takes of what sets them
-    apart from the first."""
-    result, rank = {}, lambda name: name not in ("fixed", "penalty", "digits", "dial")
-    for groups in found:
-        key, first = groups[0].key, found[0][0].key
-        parts = [f"_{SHORT.get(name, name)}_{show(key[name])}" for name in sorted(key, key=rank)
-                 if name not in ("mode", *names) and name in first and first[name] != key[name]]
-        ends = [re.sub(r"[^\w.+-]+", "_", "".join(parts[:n]))[:80] for n in range(len(result) > 0, len(parts) + 1)]
-        result[next((end for end in ends if end not in result), f"_{len(result) + 1}")] = groups
-    return result
-
-
-def choose(groups, *names, limit=8):
-    """All groups, or of more than the limit one for each combination of the named settings."""
-    kinds = {}
-    for g in groups:
-        kinds.setdefault(repr([g.key.get(name) for name in names]), []).append(g)
-    rank = lambda g: (len(g.runs), sum(g.key.get(name) == value for name, value in USUAL.items()),
-                      sum(g.key[name] == other.key.get(name) for other in groups for name in g.key))
-    return groups if len(groups) <= limit else [max(kind, key=rank) for kind in kinds.values()]
-
-
-def cross(groups):
-    """(penalty, trust region) to the group whose settings of both occur most often, where each occurs twice."""
-    alike = lambda g, names: sum(h.without(*names) == g.without(*names) for h in groups)
-    rank = lambda g: (alike(g, REGIONS), alike(g, PENALTIES), len(g.runs))
-    region = lambda g: show(g.key.get("divergence" if g.key["trust_region"] == "divergence" else "trust_region"))
-    found = {(g.key["penalty"], region(g)): g for g in sorted(groups, key=rank)}
-    for i in (0, 1):
-        found = {pair: g for pair, g in found.items() if sum(other[i] == pair[i] for other in found) > 1}
-    return dict(sorted(found.items(), key=lambda item: ([*MODES].index(item[0][0]), "clip" != item[0][1], item[0][1])))
-
-
-def alpha_families(groups):
-    """The families over alpha, no penalty, and variants with the same beta that have one alpha only; and of each
-    the group with the highest success at N+k at the end."""
-    found = families(groups, "kl_coef")
-    known = {g.key.get("beta") for family in found for g in family}
-    found = [[g] for g in groups if g.key["penalty"] == "none"] + found + [[g] for g in groups if (
-        "kl_coef" in g.key and g.key.get("beta") in known and all(g not in family for family in found))]
-    return found, [max(family, key=lambda g: np.nan_to_num(ends([g], g.target)[0, 0], nan=-1)) for family in found]
-
-
-def show(value):
-    return str(value) if not isinstance(value, (int, float)) else f"{value:.5g}" if value == value else ""
-
-
-def labels(groups, *but):
-    """Penalty, method and the settings in which the groups differ (but some): "critical, alpha 0.1"."""
-    values = lambda name: {repr(g.key[name]) for g in groups if name in g.key}
-    names = [name for name in dict.fromkeys(name for g in groups for name in g.key)
-             if name not in ("mode", "penalty", "method", "policy", *but) and len(values(name)) > 1]
-    unpenalized, found = {g.key.get("penalty") for g in groups} == {"none"}, []
-    for g in groups:
-        penalty, method = g.key.get("penalty"), g.key.get("method")
-        parts = [penalty] * (penalty != "none" or method == "ppo") + [method] * (method != "ppo")
-        if "policy" in g.key or unpenalized:
-            parts = [g.key.get("policy", method) or "pretrained"]
-        alike = [h.key for h in groups if h.key.get("method") == method]  # what a method always has is not said
-        parts += [f"{SHORT.get(name, name)} {show(g.key[name])}" for name in names
-                  if name in g.key and g.key[name] != USUAL.get(name)
-                  and not (name in METHOD and len({repr(key.get(name)) for key in alike}) == 1)]
-        label = ", ".join(map(str, parts)).replace("_", " ")
-        found.append(f"{label} #{len(found) + 1}" if label in found else label)    # if one lacks a setting
+def labels(groups):
+    """For each group what tells it from the others."""
+    names, found = different(groups), []
+    if len({group.key.get("method") for group in groups}) == len(groups):
+        names = [n for n in names if n not in BOUNDS]  # what a method always has is not said
+    for group in groups:
+        parts = [f"{n} {show(group.key[n])}" for n in names if n in group.key]
+        text = re.sub(r"\b(penalty|method|policy) ", "", ", ".join(parts))
+        found.append(cut(text or show(group.key.get("policy", group.key.get("penalty")))))
     return found
-
 
 def styles(groups):
-    """Plot keywords for each group: the look of its mode, from light to dark if several have it; where more than
-    three do, each group has a look of its own."""
-    modes, found = [g.key["mode"] for g in groups], []
-    for i, mode in enumerate(modes):
-        colour, line, marker = COLOURS[i % len(COLOURS)], LINES[i % 4], "os^Dv<>P*X"[i % 10]
-        if mode in MODES and max(map(modes.count, modes)) <= 3:
-            colour, line, marker = MODES[mode]
-            if modes.count(mode) > 1:
-                place = modes[:i].count(mode)
-                shade, marker = 0.4 - 0.9 * place / (modes.count(mode) - 1), "os^"[place]
-                colour = tuple((1 - abs(shade)) * np.array(to_rgb(colour)) + max(shade, 0))
-        found.append(dict(color=colour, linestyle=line, marker=marker))
+    """Plot keywords for each group: those of its penalty, if each has its own."""
+    penalties = [group.key.get("penalty") for group in groups]
+    if len(set(penalties)) == len(groups) and set(penalties) <= set(LOOKS):
+        return [LOOKS[penalty] for penalty in penalties]
+    looks = itertools.islice(zip(*map(itertools.cycle, (COLOURS, LINES, MARKERS))), len(groups))
+    return [dict(zip(("color", "linestyle", "marker"), look)) for look in looks]
+
+# ---- Pictures: functions of the groups that return panels of lines, or a figure of their own.
+
+@dataclass
+class Panel:
+    title: str
+    x: str                # its label
+    lines: list           # (label, style, values of x, for each of these mean and widths)
+    ticks: list = ()      # names of 0, 1, 2 ... on x: points with bars, not curves with bands
+    percent: bool = True  # success, so that the axis ends at 100%
+
+def draw(panels):
+    """The figure of these panels, with a legend below."""
+    columns = 2 if len(panels) % 3 else 3
+    rows = math.ceil(len(panels) / columns)
+    figure = Figure((9, 2.7 * rows), layout="constrained")
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot(rows, columns, i + 1, title=panel.title, xlabel=panel.x)
+        for label, style, x, y in panel.lines:
+            mean, below, above = np.reshape(y, (-1, 3)).T
+            axes.plot(x, mean, label=label, clip_on=False, in_layout=False, **style)
+            if panel.ticks:
+                axes.errorbar(x, mean, (below, above), fmt="none", ecolor=style["color"], capsize=3)
+            elif len(panel.lines) <= 6:
+                band = dict(color=style["color"], alpha=0.15, linewidth=0)
+                axes.fill_between(x, mean - below, mean + above, **band)
+        if panel.ticks:
+            turn = 45 if len(panel.ticks) > 4 else 0
+            axes.set_xticks(range(len(panel.ticks)), panel.ticks, rotation=turn)
+        if panel.percent:
+            axes.set_ylim(0, 100)
+    return add_legend(figure, "mean over seeds and its 95% interval")
+
+def add_legend(figure, title):
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    columns = max(1, min(len(names), 105 // (8 + max(map(len, names), default=0))))
+    figure.legend(handles, names, loc="outside lower center", ncols=columns, title=title)
+    height = 0.2 * (1 + math.ceil(len(names) / columns))
+    figure.set_figheight(figure.get_figheight() + height)
+    return figure
+
+def target(groups):
+    """The digits that RL trains, as in the columns of metrics.csv."""
+    return f"N+{show(groups[0].key.get('extra', 1))}"
+
+def curves(groups, panels):
+    """While training. Panels: titles, and the columns of metrics.csv whose mean each shows."""
+    found, groups = [], groups[:8]
+    seeds = [sum(bool(run.rows) for run in group.runs) for group in groups]
+    names = [f"{label} ({n} seed{'s' * (n != 1)})" for label, n in zip(labels(groups), seeds)]
+    for title, columns in panels.items():
+        title, columns = (text.replace("TARGET", target(groups)) for text in (title, columns))
+        lines = []
+        for group, name, style in zip(groups, names, styles(groups)):
+            x, y = group.curve(columns)
+            lines.append((name, style | {"markevery": max(1, len(x) // 8)}, x, y))
+        percent = columns.startswith(("accuracy", "line", "reward"))
+        found.append(Panel(title, "RL iteration", lines, percent=percent))
     return found
 
+def at_the_end(groups, name):
+    """Success against a setting, for each penalty and budget of RL. A penalty without the setting
+    is at 0: alpha 0 is no penalty, beta 0 the standard one."""
+    ticks = sorted({g.key.get(name, 0) for g in groups}, key=lambda x: (number(x), show(x)))
+    budgets = sorted({tuple(number(g.key.get(n)) for n in BUDGET) for g in groups})
+    families = [[g for g in groups if g.key["penalty"] == penalty] for penalty in LOOKS]
+    families, panels = [family for family in families if family], []
+    for digits, budget in itertools.product((target(groups), "N"), budgets):
+        lines = []
+        for i, family in enumerate(families):
+            here = [g for g in family if tuple(number(g.key.get(n)) for n in BUDGET) == budget]
+            x = [ticks.index(group.key.get(name, 0)) + 0.1 * (i - 1) for group in here]
+            label = family[0].key["penalty"]
+            style = LOOKS[label] | ({"linestyle": "none"} if name == "method" else {})
+            others = sorted(set(different(family)) - {name, *BUDGET, *BOUNDS})
+            label += f" (several {', '.join(others)})" * bool(others)
+            lines.append((label, style, x, [group.success(digits) for group in here]))
+        budget = ", ".join(f"{n} {show(x)}" for n, x in zip(BUDGET, budget) if len(budgets) > 1)
+        title = f"success at {digits}, %" + f"\n{budget}" * bool(budget)
+        panels.append(Panel(title, name, lines, [cut(show(tick)) for tick in ticks]))
+    return panels
 
-def looks(shown, *but, count=lambda g: len(g.final())):
-    """(groups, label with the number of seeds, plot keywords) of each list of groups, by the first of it."""
-    heads = [groups[0] for groups in shown]
-    for groups, label, style in zip(shown, labels(heads, *but), styles(heads)):
-        low, *_, high = 2 * sorted(map(count, groups))
-        yield groups, f"{label} ({low}{f' to {high}' if low < high else ''} seed{'s' if high != 1 else ''})", style
+def accuracy_by_digits(groups, _):
+    """Success of sampled answers, [V] tables 4 and 5."""
+    panels, lengths, groups = [], ["N", "N+1", "N+2", "N+3"], groups[:8]
+    for kind in ("identical", "varying"):
+        lines = []
+        for i, (group, label) in enumerate(zip(groups, labels(groups))):
+            rows = {name: [] for name in lengths}
+            for row in itertools.chain(*group.final("rows")):
+                if row["set"] == kind and row["digits"] in rows:
+                    rows[row["digits"]].append(row["sampled"])
+            y = [100 * np.array(interval(values)) for values in rows.values()]
+            lines.append((label, styles(groups)[i], np.arange(4) + 0.05 * i, y))
+        panels.append(Panel(f"{kind} lengths, %", "digits", lines, lengths))
+    return panels
 
-
-def add_legend(figure, title=None):
-    handles = {label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels())}
-    columns = min(len(handles), max(1, 104 // (8 + max(map(len, handles)))))
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, columnspacing=1.5, title=title)
-    figure.set_figheight(figure.get_figheight() + 0.21 * (math.ceil(len(handles) / columns) + bool(title)))
+def mismatch(groups, _):
+    """Sampler (mu) and trainer (pi) at equal weights, [Q] fig. 2."""
+    pairs = [pair for group in groups for found in group.final("sampler") for pair in found]
+    pairs = [pair for pair in pairs if len(pair) == 2 and min(pair) > 0]
+    mu, pi = np.reshape(pairs, (-1, 2)).T
+    figure = Figure((9, 3), layout="constrained")
+    for i, (title, y) in enumerate((("pi / mu", pi / mu), ("|pi - mu|", abs(pi - mu)))):
+        axes = figure.add_subplot(1, 2, i + 1, title=f"{title} of {len(mu)} tokens")
+        axes.set_xlabel("log10 of mu, the sampler's probability")
+        axes.plot(np.log10(mu), y, "o", color=COLOURS[2], markersize=3, alpha=0.3, rasterized=True)
     return figure
 
+def growth(groups, names):
+    """Time and memory of each phase against each of these settings of bench."""
+    panels = []
+    measures = (("time, s", "seconds"), ("memory, MB", "peak_memory_mb"))
+    for (title, measure), name in itertools.product(measures, names):
+        family = alike(groups, (name, "minibatch"))[0]
+        if name not in different(family):
+            continue
+        family.sort(key=lambda group: number(group.key[name]))
+        x = [number(group.key[name]) for group in family]
+        phases = sorted({phase for g in family for found in g.final("phases") for phase in found})
+        lines = []
+        for phase, color, marker in zip(phases, itertools.cycle(COLOURS), itertools.cycle(MARKERS)):
+            y = [interval(group.final("phases", phase, measure)) for group in family]
+            lines.append((phase, dict(color=color, marker=marker), x, y))
+        panels.append(Panel(f"{title}, by {name}", name, lines, percent=False))
+    return panels
 
-# ----------------------------------------------------------------------------------------------------
-# Pictures: functions of the groups that return a Figure, or a text that says what it lacks.
-
-# picture: {(title, label of y): columns of metrics.csv}, rows of panels, height, limits of y
-PANELS = {
-    "learning_curves": ({("at TARGET digits: what RL trains", "expected success, %"): ["accuracy_TARGET"],
-                         ("at N digits: what it knew before", ""): ["accuracy_N"]}, 1, 3.6, (0, 103)),
-    "critical_tokens": ({
-        (f"line {line}, {operand} operand", "probability of the\nright token, %" if line == 1 else ""):
-        [f"line{line}_{operand}_n+1_comma"] for operand in ("first", "second") for line in (1, 2, 3)
-    }, 2, 5, (None, 101)),
-    "trust_region": ({("episodes solved (reward)", "share of rollouts, %"): ["reward"],
-                      ("masked tokens", "share of tokens, %"): ["masked"],
-                      ("largest and smallest π − μ", "probability, %"): ["drift_max", "drift_min"],
-                      ("mean π − μ", "probability, %"): ["drift"]}, 2, 5.6, None)}
-
-
-def panels(groups, picture):
-    """A panel for each title and label of y, in it a curve for each group, with a band if they are few."""
-    (columns, rows, height, limits), drawn = PANELS[picture], lambda g: sum(bool(run.rows) for run in g.runs.values())
-    figure, target = Figure((8, height), layout="constrained"), " or ".join(sorted({g.target for g in groups}))
-    for i, ((title, ylabel), names) in enumerate(columns.items()):
-        axes = figure.add_subplot(rows, len(columns) // rows, i + 1, ylabel=ylabel,
-                                  sharey=figure.axes[0] if i and limits else None)
-        for ([g], label, style), name in itertools.product(looks([[g] for g in groups], count=drawn), names):
-            x, mean, half = g.curve(name.replace("TARGET", g.target))
-            if len(x):
-                axes.plot(x, mean, markevery=max(1, len(x) // 8), label=label, **style)
-            if len(groups) <= 6:
-                axes.fill_between(x, mean - half, mean + half, color=style["color"], linewidth=0, alpha=0.12)
-        axes.set(title=title.replace("TARGET", target), xlabel="RL iteration" * (
-            i >= len(columns) - len(columns) // rows))
-    figure.axes[0].set_ylim(limits)
-    if not any(axes.lines for axes in figure.axes):
-        return "no rows yet in any metrics.csv"
-    return add_legend(figure, "mean over seeds" + "; band: 95% interval of the mean" * (len(groups) <= 6))
-
-
-def pair(titles, xlabel, ylabel, curves, ticks, names=(), limits=(0, 103)):
-    """Two panels with intervals. Curves: (label, style, x, for each panel means and the widths of intervals).
-    Without names the ticks are numbers on a logarithmic scale, and 0."""
-    figure = Figure((8, 3.6), layout="constrained")
-    for i, title in enumerate(titles):
-        axes = figure.add_subplot(1, 2, i + 1, title=title, xlabel=xlabel, ylabel="" if i else ylabel)
-        for label, style, x, panel in curves:
-            mean, *bars = panel[i]
-            axes.errorbar(x, mean, [bars[0], bars[-1]], capsize=3, elinewidth=1, label=label, **style)
-        if not names:
-            axes.set_xscale("symlog", linthresh=min((x for x in ticks if x > 0), default=1))
-        axes.set_xticks(ticks, names or map(show, ticks), rotation=45 * (len(ticks) > 5))
-        axes.xaxis.minorticks_off()
-        axes.set_ylim(limits)
-    return add_legend(figure)
-
-
-def sweep(groups, name):
-    """Success at N+k and N against a setting of the penalty, a curve for each family."""
-    curves, same, target = [], lambda g: g.without("mode", "penalty", *PENALTY[:3]), groups[0].target
-    for family, label, style in looks(families(groups, name), name):
-        if name == "beta" and family[0].key[name] > 0:                     # beta 0 is the standard penalty
-            family = [g for g in groups if "beta" not in g.key and same(g) == same(family[0])][:1] + family
-        curves.append((label, style, [number(g.key, name) if name in g.key else 0 for g in family],
-                       [ends(family, digits) for digits in (target, "N")]))
-    xlabel = {"beta": "beta (0: the standard penalty)", "kl_coef": "alpha, the coefficient of the penalty"}[name]
-    return pair([f"at {target} digits", "at N digits"], xlabel, "expected success at the end, %", curves,
-                sorted({x for _, _, at, _ in curves for x in at}))
-
-
-def frontier(groups):
-    figure, (found, tops), target = Figure((8, 4.6), layout="constrained"), alpha_families(groups), groups[0].target
-    axes = figure.add_subplot(xlabel="expected success at N, %", ylabel=f"expected success at {target}, %")
-    axes.set_title(f"numbers: alpha; ring and 95% intervals: the alpha with the highest {target}", fontsize=10)
-    for i, (top, (family, label, style)) in enumerate(zip(tops, looks(found, "kl_coef"))):
-        (x, _), (y, _) = ends(family, "N"), ends(family, target)
-        axes.plot(x, y, linewidth=1, label=label, **style | dict(markersize=7))
-        for g, *point in zip(family, x, y):
-            axes.annotate(show(g.key.get("kl_coef", "")), point, (6, (-13, 5)[i % 2]), textcoords="offset points",
-                          color=style["color"], fontsize=9)
-        (x, dx), (y, dy) = ends([top], "N"), ends([top], target)
-        axes.errorbar(x, y, dy, dx, fmt="none", ecolor=style["color"], elinewidth=0.8)
-        axes.plot(x, y, "o", markersize=14 * (len(family) > 1), mfc="none", color="black", zorder=1)
-    for i, same in enumerate(comparisons([g for family in found for g in family], *PENALTIES)):    # by temperature
-        ended = {seed: run.end for g in same for seed, run in g.runs.items() if run.end}   # each once
-        before = [[100 * number(end, "pretrained_accuracy", name) for end in ended.values()]
-                  for name in ("N", target)]
-        axes.plot(*[interval(v)[0] for v in before], "*", color="black", mfc=("black", "white")[i % 2], markersize=11,
-                  label="pretrained" + f", temperature {show(same[0].key['temperature'])}" * (i > 0))
-    return add_legend(figure)
-
-
-def crossed(groups):
-    found, target = cross(groups), groups[0].target
-    regions = list(dict.fromkeys(region for _, region in found))
-    shown = [{region: g for (p, region), g in found.items() if p == penalty} for penalty in MODES]
-    shown = [there for there in shown if there]
-    curves = [(label, style | dict(linestyle="none", markersize=7), [regions.index(r) + i / 5 - 0.2 for r in shown[i]],
-               [ends(there, name) for name in (target, "N")])
-              for i, (there, label, style) in enumerate(looks([list(there.values()) for there in shown]))]
-    return pair([f"at {target} digits", "at N digits"], "trust region", "expected success at the end, %", curves,
-                range(len(regions)), regions, None)
-
-
-def accuracy_by_digits(groups):
-    curves = [(label, style, np.arange(4) + 0.3 * ((i + 0.5) / len(groups) - 0.5), [
-        100 * np.array([bounds(g.graded(kind, digits, "sampled")) for digits in LENGTHS]).T
-        for kind in ("identical", "varying")]) for i, ([g], label, style) in enumerate(looks([[g] for g in groups]))]
-    return pair(["identical lengths", "varying lengths"], "digits of the longer operand",
-                "success of sampled answers, %", curves, range(4), LENGTHS, (-3, 103))
-
-
-def mismatch(groups):
-    pairs = [[number(x) for x in at(pair, kind=list)] for g in groups for end in g.final("sampler", kind=list)
-             for pair in end]
-    mu, pi = np.array([pair for pair in pairs if len(pair) == 2 and all(x > 0 for x in pair)]).reshape(-1, 2).T
-    if not len(mu):
-        return "no pairs of mu and pi in any evaluation.json"
-    figure = Figure((8, 3.6), layout="constrained")
-    for i, (y, ylabel) in enumerate(((pi / mu, "ratio π / μ"), (abs(pi - mu), "|π − μ|"))):
-        axes = figure.add_subplot(1, 2, i + 1, ylabel=ylabel, xscale="log", xlabel="μ, the sampler's probability")
-        axes.plot(mu, y, "o", color=COLOURS[2], markersize=3, alpha=0.35, markeredgewidth=0, rasterized=True)
-        axes.axhline(1 - i, color="black", linewidth=0.8)
-    figure.suptitle(f"sampler (μ) and trainer (π) at equal weights, {len(mu)} tokens", fontsize=11)
+def frontier(groups, _):
+    """Success at N+k against success at N, a point for each group; names where they fit."""
+    figure, digits = Figure((9, 5.5), layout="constrained"), target(groups)
+    axes = figure.add_subplot(xlabel="success at N, %", ylabel=f"success at {digits}, %")
+    names, notes = [name for name in ON_AXIS[1:] if name in different(groups)], []
+    for penalty, style in LOOKS.items():
+        family = [group for group in groups if group.key["penalty"] == penalty]
+        if not family:
+            continue
+        x, y = (np.array([group.success(n) for group in family]).T for n in ("N", digits))
+        best = [i for i in np.argsort(x[0]) if not any((x[0] > x[0][i]) & (y[0] > y[0][i]))]
+        top = best[int(np.argmax(y[0][best]))]
+        colour = style["color"]
+        axes.plot(x[0], y[0], style["marker"], color=colour, label=penalty, clip_on=False)
+        axes.plot(x[0][best], y[0][best], style["linestyle"], color=colour, linewidth=1)
+        (right, left, more_right), (up, low, more_up) = x[:, top], y[:, top]
+        axes.plot([right - left, right + more_right], [up, up], color=colour)
+        axes.plot([right, right], [up - low, up + more_up], color=colour)
+        axes.plot(x[0][top], y[0][top], "o", markersize=13, mfc="none", mec="black", clip_on=False)
+        named = [top, *best] if len(family) > 8 else range(len(family))
+        for i in dict.fromkeys(named):
+            text = " / ".join(show(family[i].key[n]) for n in names if n in family[i].key)
+            notes.append((i != top, x[0][i], y[0][i], text, colour))
+    before = [[g.success(n, "pretrained_accuracy")[0] for g in groups] for n in ("N", digits)]
+    axes.plot(*np.mean(before, 1), "*", color="black", markersize=11, label="pretrained")
+    axes.set_xlim(right=100)
+    axes.set_ylim(top=100)
+    add_legend(figure, f"{' / '.join(names)}; line: no other point is better at both; "
+                       f"ring: the best at {digits}, with 95% intervals")
+    notes.sort(key=lambda note: note[0])  # the rings first
+    write_beside(figure, axes, [note[1:] for note in notes])
     return figure
 
+def write_beside(figure, axes, notes):
+    """Write each (x, y, text, colour) near its point where it covers nothing, else leave it out."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    taken = []  # left, bottom, right, top of what is drawn, in pixels
+    for line in axes.lines:
+        points, around = axes.transData.transform(line.get_xydata()), 0.7 * line.get_markersize()
+        taken.append(np.hstack([points - around, points + around]))
+        for begin, end in itertools.pairwise(points) if line.get_linestyle() != "None" else ():
+            between = begin + np.linspace(0, 1, 50)[:, None] * (end - begin)
+            taken.append(np.hstack([between - 1, between + 1]))
+    taken = np.vstack(taken)
+    taken = taken[~np.isnan(taken).any(axis=1)]
+    for x, y, text, colour in notes:
+        note = axes.annotate(text, (x, y), (0, 0), textcoords="offset points", color=colour,
+                             fontsize=9, ha="center", va="center")
+        half, point = note.get_window_extent().size / 2, axes.transData.transform((x, y))
+        for distance, angle in itertools.product((10, 18, 28, 40, 55), range(0, 360, 30)):
+            direction = np.array([np.cos(np.radians(angle)), np.sin(np.radians(angle))])
+            shift = direction * (distance + half)
+            low, high = point + shift - half, point + shift + half
+            inside = axes.bbox.contains(*low) and axes.bbox.contains(*high)
+            apart = (taken[:, :2] > high) | (taken[:, 2:] < low)
+            if inside and apart.any(axis=1).all():
+                taken = np.vstack([taken, [*low, *high]])
+                note.set_position(shift * 72 / figure.dpi)
+                break
+        else:
+            note.remove()
 
-def coloured_text(groups):
-    end = next(run.end for run in groups[0].runs.values())
-    text, J = at(end, "text", kind=str), [number(x) for x in at(end, "certainty", kind=list)]
-    if not text or len(J) != len(text) or any(map(math.isnan, J)):
-        return "needs one certainty for each character"
-    lines = [list(zip(line.group().replace("\n", "↵"), J[line.start():])) for line in re.finditer(".*\n|.+", text)]
-    columns, least = max(map(len, lines)), sorted(J)[:5][-1]
-    width, low = 7 / max(columns, 40), min(0.8, math.floor(10 * min(J)) / 10)           # of a character, in inches
-    figure = Figure((8, 1.2 + 2.1 * width * len(lines)), layout="constrained")
-    answer = {True: "right", False: "wrong"}.get(end.get("correct"), "")
-    axes = figure.add_subplot(title=f"{end.get('problem', '')} {answer}; framed: the least certain characters")
+def coloured_text(groups, _):
+    """An answer coloured by certainty, [V] fig. 5."""
+    end = groups[0].runs[0].end
+    text, J, rows = end["text"], end["certainty"], []
+    for line in re.finditer(".*\n|.+", text):
+        cells = list(zip(line.group().replace("\n", "↵"), J[line.start():]))
+        rows += [cells[i:i + 100] for i in range(0, len(cells), 100)]
+    note = f"; the first 60 of {len(rows)} lines" if len(rows) > 60 else ""
+    rows = rows[:60]
+    columns = max(60, *map(len, rows))
+    width = 8.5 / columns  # of a character, in inches
+    low, least = min(0.8, math.floor(10 * min(J)) / 10), sorted(J)[:5][-1]
+    figure = Figure((9, 1.1 + 2.1 * width * len(rows)), layout="constrained")
+    axes = figure.add_subplot(title=f"{cut(end['problem'])}\nframed: the least certain{note}")
     axes.axis("off")
-    shown = axes.imshow([[j for _, j in line] + [math.nan] * (columns - len(line)) for line in lines],
-                        cmap="magma", vmin=low, vmax=1, aspect=2.1)
-    for y, line in enumerate(lines):
-        for x, (character, j) in enumerate(line):
-            axes.text(x, y, character, ha="center", va="center", family="monospace", fontsize=104 * width,
-                      color="white" if j < (low + 1) / 2 else "black",
-                      bbox=dict(fill=False, edgecolor="deepskyblue", linewidth=1.5, pad=0.8) if j <= least else None)
+    values = [[j for _, j in row] + [math.nan] * (columns - len(row)) for row in rows]
+    shown = axes.imshow(values, cmap="magma", vmin=low, vmax=1, aspect=2.1)
+    look = dict(ha="center", va="center", family="monospace", fontsize=104 * width, in_layout=False)
+    frame = dict(fill=False, edgecolor="deepskyblue", linewidth=1.5, pad=0.8)
+    for y, row in enumerate(rows):
+        for x, (character, j) in enumerate(row):
+            axes.text(x, y, character, **look, bbox=frame if j <= least else None,
+                      color="white" if j < (low + 1) / 2 else "black")
     figure.colorbar(shown, orientation="horizontal", fraction=0.06, pad=0.02, aspect=50,
                     label="certainty J of the pretrained model on each character")
     return figure
 
+# ---- The table of figures.
 
-def growth(groups):
-    found = list(bench_series(groups))
-    figure = Figure((8, 3 * len(found)), layout="constrained")
-    for (i, (name, x, curves)), memory in itertools.product(enumerate(found), (False, True)):
-        axes = figure.add_subplot(len(found), 2, 2 * i + memory + 1, xscale="log", yscale="log", xlabel=name,
-                                  ylabel="memory of the process, MB" if memory else "time, s")
-        for k, (label, (y, exponent)) in enumerate(curves.items()):
-            if (label == "peak memory") == memory:
-                axes.plot(x, y, color=COLOURS[k % len(COLOURS)], linestyle=LINES[k % 4], marker="os^D"[k % 4],
-                          label=f"{label}, exponent {exponent:.2f}")
-        axes.set_xticks(x, map(show, x))
-        axes.xaxis.minorticks_off()
-        low, high = axes.get_ylim()
-        axes.set_ylim(low, high * (high / low) ** 0.6)                    # room for the legend
-        axes.legend(fontsize=9, handlelength=2.5, loc="upper left")
-    return figure
+@dataclass
+class Picture:
+    make: object        # function of the groups and `what`
+    about: tuple        # the settings in which its groups may differ; None: in any
+    varied: tuple = ()  # one of these must have several values
+    each: tuple = ()    # one group is shown for each value of these
+    what: object = ()   # panels, or the setting on the axis
+    mode: str = "RL"
 
+ON_AXIS = ("penalty", "alpha", *BUDGET)
+TRAINING = {
+    "success at TARGET, %": "accuracy_TARGET", "success at N, %": "accuracy_N",
+    "right n+1 comma: probability, %": "line*_n+1_comma"}
+TOKENS = {
+    f"line {line}, {operand} operand, %": f"line{line}_{operand}_n+1_comma"
+    for operand in ("first", "second") for line in (1, 2, 3)}
+TRUST = {
+    "success at TARGET, %": "accuracy_TARGET", "reward, %": "reward", "masked tokens, %": "masked",
+    "mean pi - mu, %": "drift", "largest, %": "drift_max", "smallest, %": "drift_min"}
+FIGURES = {
+    "learning_curves": Picture(curves, PENALTY, (), ("penalty",), TRAINING),
+    "critical_tokens": Picture(curves, PENALTY, (), ("penalty",), TOKENS),  # [V] fig. 7
+    "pretraining": Picture(curves, DEGREE, DEGREE, (), TRAINING),  # [V] fig. 3
+    "trust_region": Picture(curves, REGION, ("method",), ("method",), TRUST),  # [Q] fig. 3
+    "variants": Picture(curves, BOUNDS, BOUNDS, (), TRUST),  # of one method
+    "beta_sweep": Picture(  # [V] fig. 6
+        at_the_end, ("penalty", *PENALTY[3:]), ("beta",), ("penalty", "beta"), "beta"),
+    "alpha_sweep": Picture(at_the_end, PENALTY + BUDGET, ("alpha",), ON_AXIS, "alpha"),
+    "frontier": Picture(frontier, PENALTY + BUDGET, ("alpha",), ON_AXIS),
+    "crossed": Picture(
+        at_the_end, PENALTY + REGION, ("method",), ("penalty", "method"), "method"),
+    "accuracy_by_digits": Picture(accuracy_by_digits, None, mode="evaluate"),  # [V] fig. 2
+    "mismatch": Picture(mismatch, None, mode="evaluate"),
+    "coloured_text": Picture(coloured_text, (), mode="inspect"),
+    "growth": Picture(growth, None, SIZES, (), SIZES, mode="bench")}
 
 def plan(groups):
-    """The pictures: {name: (function, what it needs, {end of the name: groups to draw})}."""
-    of = {mode: [g for g in groups if g.key["mode"] == mode and g.final()] for mode in OTHER}
-    rl, both = [g for g in groups if g.key["mode"] in MODES], (*PENALTIES, *REGIONS)
-    done = [g for g in rl if not np.isnan(ends([g], "N")[0]).all()]
-    main = comparisons(rl, *both)
-    main = named([choose(e, "mode") for e in main if e is main[0] or len({g.key["penalty"] for g in e}) > 1], *both)
-    trust = {}
-    for end, e in named([e for e in comparisons(rl, *REGIONS) if len(e) > 1], *REGIONS).items():
-        trust[end] = choose(e, "method", limit=10)
-        trust |= {f"{end}_{same[0].key['method']}": same for same in comparisons(e, *METHOD)
-                  if 1 < len(same) < len(e) and len(e) > 10}               # variants of one method
-    degrees = sorted([e for e in comparisons(rl, *DEGREE) if len(e) > 1], key=len, reverse=True)
-    alphas = [e for e in comparisons(done, *PENALTIES, "temperature") if families(e, "kl_coef")]
-    wide = [e for e in comparisons(done, *both) if cross(e)]
-    some = lambda groups, found=True: named([groups] * bool(groups and found))
-    evaluated, alone = some(of["evaluate"]), "runs that differ in {} alone".format
-    return {
-        "learning_curves": (lambda e: panels(e, "learning_curves"), "runs of RL", main),
-        "pretraining": (lambda e: panels(e, "learning_curves"), alone(" or ".join(DEGREE)), named(degrees, *DEGREE)),
-        "critical_tokens": (lambda e: panels(e, "critical_tokens"), "runs of RL", main),
-        "trust_region": (lambda e: panels(e, "trust_region"), alone("method or trust region"), trust),
-        "beta_sweep": (lambda e: sweep(e, "beta"), alone("beta"), some(done, families(done, "beta"))),
-        "alpha_sweep": (lambda e: sweep(e, "kl_coef"), alone("kl_coef"), some(done, families(done, "kl_coef"))),
-        "frontier": (frontier, alone("kl_coef"), named(alphas, *PENALTIES, "temperature")),
-        "crossed": (crossed, "runs of several penalties by several trust regions", named(wide, *both)),
-        "accuracy_by_digits": (accuracy_by_digits, "runs of --mode evaluate", evaluated),
-        "mismatch": (mismatch, "runs of --mode evaluate", evaluated),
-        "coloured_text": (coloured_text, "runs of --mode inspect", named([[g] for g in of["inspect"]])),
-        "growth": (growth, "bench " + alone("digits, episodes or width"),
-                   some(of["bench"], list(bench_series(of["bench"]))))}
+    """(name, picture, its groups) of each that can be drawn; of the others what they need."""
+    for name, picture in FIGURES.items():
+        usable = [g for g in groups if g.key.get("mode", "RL") == picture.mode and (
+            g.final() or picture.make is curves and any(run.rows for run in g.runs))]
+        sets = [usable] if picture.about is None else alike(usable, picture.about)
+        sets = [found for found in sets if found and (
+            not picture.varied or set(different(found)) & set(picture.varied))]
+        if not sets:
+            varied = " of several " + " or ".join(picture.varied) if picture.varied else ""
+            say(f"{name}: not drawn, needs runs of mode {picture.mode}{varied}")
+            continue
+        apart = set(different([found[0] for found in sets])) - set(picture.about or ())
+        if apart:
+            choice = ", ".join(sorted(apart))
+            say(f"{name}: {len(sets) - 1} more can be chosen by --where {choice}")
+        yield name, picture, one_of_each(sets[0], picture.each) if picture.each else sets[0]
 
+# ---- Tables.
 
-# ----------------------------------------------------------------------------------------------------
-# Tables.
-
-def cell(values, scale=100, places=1):
-    """Mean ± half width of what `bounds` takes, or mean (low to high) where these are not alike."""
-    mean, below, above = scale * np.array(bounds(values))
-    texts = [f"{x:.{places}f}" for x in (mean, below, above, mean - below, mean + above)]
+def cell(values):
+    """Mean ± half width, or mean (low to high), of mean and widths."""
+    mean, below, above = values
+    places = 1 if mean == 0 or abs(mean) >= 1 or below >= 1 else 4
     if math.isnan(mean) or math.isnan(below):
-        return "" if math.isnan(mean) else texts[0]
-    return f"{texts[0]} ± {texts[1]}" if texts[1] == texts[2] else f"{texts[0]} ({texts[3]} to {texts[4]})"
+        return "" if math.isnan(mean) else f"{mean:.{places}f}"
+    if round(below, places) == round(above, places):
+        return f"{mean:.{places}f} ± {below:.{places}f}"
+    return f"{mean:.{places}f} ({mean - below:.{places}f} to {mean + above:.{places}f})"
 
+def table(title, head, rows):
+    lines = ["| " + " | ".join(map(markdown, row)) + " |" for row in (head, *rows)]
+    lines.insert(1, "|" + " --- |" * len(head))
+    return ["", f"## {title}", "", *lines] if rows else []
 
-def results(groups, pictures, command):
-    """The text of results.md: the numbers behind the pictures, of the finished runs."""
-    runs = [run for g in groups for run in g.runs.values()]
-    versions = {f"critkl {run.config.get('version')}, torch {run.config.get('torch')}" for run in runs}
-    text = ["# Results", "", f"`{command}` with {len(runs)} runs of {'; '.join(sorted(versions))}.",
-            "Mean over seeds ± half the width of its 95% interval (Student t); of one evaluated seed over",
-            "problems. Seeds: finished of started.", ""]
+def markdown(text):
+    return re.sub(r"([|$*_<`\\])", r"\\\1", " ".join(show(text).split()))
 
-    def table(title, head, rows, note=""):
-        lines = ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
-        text.extend(["## " + title.replace("_", " "), "", *[note, ""] * bool(note), *lines, ""] if rows else [])
+def numbers(name, panels):
+    """A table of what panels show: at each x, or of curves the first and the last."""
+    rows, ticks = [], panels[0].ticks
+    for i, (label, *_) in enumerate(panels[0].lines):
+        lines = [dict(zip(np.round(panel.lines[i][2]), panel.lines[i][3])) for panel in panels]
+        for k, tick in enumerate(ticks):
+            cells = [cell(line[k]) if k in line else "" for line in lines]
+            rows += [[label, tick, *cells]] if any(cells) else []
+        if not ticks:
+            ends = [list(line.values()) for line in lines]
+            rows.append([label] + [f"{cell(y[0])} → {cell(y[-1])}" if y else "" for y in ends])
+    return table(name, ["", *[""] * bool(ticks), *(panel.title for panel in panels)], rows)
 
-    def of_groups(title, shown, head, row, note=""):
-        table(title, ["group", "seeds", *head], [[label, f"{len(g.final())} of {len(g.runs)}", *row(g)]
-                                                 for g, label in zip(shown, labels(shown))], note)
+def results(groups):
+    """Success of every group of RL before and after, and the settings in which they differ."""
+    groups = [group for group in groups if "mode" not in group.key and group.final()]
+    settings, rows = different(groups), []
+    for group in groups:
+        row = [group.key.get(name, "") for name in settings]
+        row.append(f"{len(group.final())} of {len(group.runs)}")
+        for digits in ("N", target(groups)):
+            row += [cell(group.success(digits, x)) for x in ("pretrained_accuracy", "accuracy")]
+        rows.append(row + [cell(interval(group.final("seconds", "total")))])
+    head = ["seeds", "N, before", "N, after", "N+k, before", "N+k, after", "seconds"]
+    return table("Expected success, %", [*settings, *head], rows)
 
-    rl, both = [g for g in groups if g.key["mode"] in MODES], (*PENALTIES, *REGIONS)
-    names = lambda field: sorted({name for g in rl for found in g.final(field, kind=dict) for name in found})
-    accuracy = [(name, when, field) for name in names("accuracy")
-                for when, field in (("before", "pretrained_accuracy"), ("after", "accuracy"))]
-    for end, e in named(comparisons(rl, *both), *both).items():
-        common = [f"{k} {show(v)}" for k, v in e[0].key.items() if all(g.key.get(k) == v for g in e)]
-        of_groups(f"Expected success at the end, %{end}", e, [f"{name}, {when}" for name, when, _ in accuracy] + [
-            "seconds"], lambda g: [cell(g.final(field, name)) for name, _, field in accuracy] + [
-            cell(g.final("seconds", "total"), 1, 0)], f"All of them: {', '.join(common)}.")
-    for end, e in pictures["frontier"].items():
-        (found, tops), k = alpha_families(e), e[0].target
-        success = lambda g: {seed: number(run.end, "accuracy", k) for seed, run in g.runs.items()}
-        usual = [success(g) for g in tops if g.key["penalty"] == "standard"][:1]
-        table(f"Best against best, %{end}", ["penalty", "alphas", "best", "seeds", k, "N", f"{k} less standard's"], [
-            [label, ", ".join(show(h.key.get("kl_coef", "")) for h in family), show(g.key.get("kl_coef", "")),
-             len(g.final()), cell(g.final("accuracy", k)), cell(g.final("accuracy", "N")),
-             cell([success(g)[seed] - s[seed] for s in usual for seed in s if seed in success(g) and s != success(g)])]
-            for family, g, label in zip(found, tops, labels([family[0] for family in found], "kl_coef"))],
-            f"The best alpha has the highest success at {k} on these same runs; differences seed by seed.")
-    for (end, e), name in itertools.product(pictures["crossed"].items(), ("TARGET", "N")):
-        cells, name = cross(e), name.replace("TARGET", e[0].target)
-        penalties, regions = (list(dict.fromkeys(found)) for found in zip(*cells))
-        table(f"Penalty by trust region, at {name}, % (seeds){end}", ["penalty", *regions], [[penalty] + [
-            f"{cell(g.final('accuracy', name))} ({len(g.final())})" if g else "" for g in (
-                cells.get((penalty, region)) for region in regions)] for penalty in penalties])
-    for end, e in named([e for e in comparisons(rl, *REGIONS) if len(e) > 1], *REGIONS).items():
-        columns = {"drift_max": 1, "drift_min": 1, "drift": 4, "masked": 3, "bad": 4}
-        of_groups(f"Trust regions, %{end}", e, ["reward at the end", *columns], lambda g: [
-            cell([x[-1] for x in g.column("reward")])] + [
-            cell([float(np.mean(x)) for x in g.column(name)], 100, p) for name, p in columns.items()],
-            "Reward since the last evaluation; the other columns are means over the iterations, drift is π − μ.")
-    for end, e in pictures["critical_tokens"].items():
-        change = lambda g, name: " → ".join(cell(g.final("critical_tokens", name, k)) for k in ("before", "after"))
-        table(f"Probability of the right token on critical tokens before → after, %{end}", ["token", *labels(e)], [
-            [name.replace("_", " "), *(change(g, name) for g in e)] for name in names("critical_tokens")])
-    shown = pictures["accuracy_by_digits"].get("", [])
-    for kind, measure in itertools.product(("identical", "varying"), ("sampled", "greedy", "expected")):
-        of_groups(f"Success, {measure}, {kind} lengths, % ([V] table {'54'[kind == 'identical']})", shown, LENGTHS,
-                  lambda g: [cell(g.graded(kind, digits, measure)) for digits in LENGTHS])
-    kinds = ("critical", "non-critical")
-    of_groups("Certainty on a token less its mean on the others ([V] table 1)", shown, kinds, lambda g: [
-        cell(g.final("certainty_gap", name, kind=list), 1, 4) for name in kinds])
-    keys = dict.fromkeys(key for g in shown for found in g.final("definition", kind=dict) for key in found)
-    table("Tokens by the definition of critical, mean over seeds", ["", *labels(shown)], [
-        [key] + [show(interval(g.final("definition", key))[0]) for g in shown] for key in keys])
-    for name, x, curves in bench_series(pictures["growth"].get("", [])):
-        table(f"Time in s and peak memory in MB against {name}", [name, *curves], [
-            [show(at)] + [f"{y[i]:.4g}" for y, _ in curves.values()] for i, at in enumerate(x)]
-            + [["exponent"] + [f"{exponent:.2f}" for _, exponent in curves.values()]])
-    return "\n".join(text)
+def best_against_best(groups):
+    """Of each penalty the group with the highest success at N+k, less standard's."""
+    rows, standard, digits = [], {}, target(groups)
+    for penalty in ("standard", "critical", "none"):
+        family = [group for group in groups if group.key["penalty"] == penalty]
+        if not family:
+            continue
+        best = max(family, key=lambda group: group.success(digits)[0])
+        seeds = {run.settings.get("seed"): at(run.end, "accuracy", digits) for run in best.runs}
+        standard = seeds if penalty == "standard" else standard
+        pairs = [(number(seeds[seed]), number(standard.get(seed))) for seed in seeds]
+        settings = [f"{name} {show(best.key[name])}" for name in ON_AXIS[1:] if name in best.key]
+        rows.append([penalty, len(family), ", ".join(settings), len(best.final()),
+                     cell(best.success(digits)), cell(best.success("N")),
+                     cell(interval([100 * (x - y) for x, y in pairs]))])
+    head = ["penalty", "tried", "best", "seeds", digits, "N", f"{digits} above standard's, paired"]
+    return table("Best against best (chosen on these same runs), %", head, rows)
 
+def definition(groups):
+    """Certainty on a token less its mean on the others, and critical tokens by definition."""
+    groups = [group for group in groups if group.key.get("mode") == "evaluate" and group.final()]
+    rows = []
+    for part in ("certainty_gap", "definition"):
+        for name in sorted({name for g in groups for found in g.final(part) for name in found}):
+            values = [interval(group.final(part, name)) for group in groups]
+            rows.append([part, name, *(f"{mean:.4g} ± {half:.2g}" for mean, half, _ in values)])
+    return table("Critical tokens of the pretrained model", ["", "", *labels(groups)], rows)
 
-# ----------------------------------------------------------------------------------------------------
-# Command line.
+# ---- answers.html: answers before and after RL, each character with what both policies expected.
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>critkl: answers</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+  content="default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'">
+<style>
+:root { color-scheme: light dark; --paper: #fff; --ink: #1a1a1a; --box: #f3f3f0; --edge: #767676; }
+@media (prefers-color-scheme: dark) {
+  :root { --paper: #16181b; --ink: #ececec; --box: #24272b; --edge: #8f8f8f; } }
+body { background: var(--paper); color: var(--ink); font: 1rem/1.5 system-ui, sans-serif;
+  max-width: 62rem; margin: 0 auto; padding: 0 1rem 15rem; overflow-wrap: anywhere; }
+pre, b { font: 1rem/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+pre { background: var(--box); border-radius: 6px; padding: .4rem .6rem; margin: .3rem 0 1rem; }
+pre span { background: rgb(228 110 0 / var(--doubt)); cursor: pointer; padding: .12em 0; }
+span.changed { border-bottom: 3px double currentColor; font-weight: bold; }
+span:focus { outline: 3px solid #2a7de1; outline-offset: 1px; }
+#about { position: fixed; background: var(--box); border: 1px solid var(--edge); border-radius: 6px;
+  padding: .5rem .8rem; pointer-events: none; box-sizing: border-box; font-size: .9rem; }
+td, th { text-align: right; padding: 0 .8rem 0 0; font-variant-numeric: tabular-nums; }
+@media (max-width: 40rem) {
+  #about { left: 0 !important; right: 0; top: auto !important; bottom: 0; } }
+</style>
+<h1>Answers, character by character</h1>
+<p>The more orange, the less certain is the pretrained model: J is 1 where it knows what follows,
+and J<sup>\u03b2</sup> is the weight of the KL penalty there.
+<span class="changed">Underlined</span>: the policy expects another character than the pretrained
+model. Point at a character, tap it, or press Tab and the arrow keys, to see the five likeliest of
+both.</p>
+<main></main><div id="about" role="status" hidden></div>
+<script>
+const answers = ANSWERS;
+const main = document.querySelector("main"), about = document.getElementById("about");
+function add(parent, tag, text) {
+  const node = parent.appendChild(document.createElement(tag));
+  node.textContent = text;
+  return node;
+}
+function name(c) { return {"\\n": "\u21b5 newline", " ": "\u2423 space"}[c] || c; }
+function percent(p) {
+  return (p < 0.0001 ? (100 * p).toExponential(1) : (100 * p).toFixed(2)) + "%";
+}
+answers.forEach((answer, i) => {
+  const before = answers[i - 1];
+  if (!before || before.problem !== answer.problem) add(main, "h2", answer.problem);
+  add(main, "h3", answer.title);
+  const pre = add(main, "pre", "");
+  [...answer.text].forEach((c, k) => {
+    const span = add(pre, "span", c === "\\n" ? "\u21b5\\n" : c);
+    span.style.setProperty("--doubt", Math.min(0.75, 4 * (1 - answer.certainty[k])));
+    span.tabIndex = k ? -1 : 0;
+    span.id = `${i}-${k}`;
+    if (answer.policy[k][0][0] !== answer.pretrained[k][0][0]) span.className = "changed";
+  });
+});
+function show(span) {
+  const [i, k] = span.id.split("-").map(Number), answer = answers[i];
+  about.replaceChildren();
+  add(about, "b", name(answer.text[k]));
+  const [J, weight] = [answer.certainty[k], answer.weight[k]].map(x => x.toFixed(4));
+  add(about, "div", `J = ${J}, J^\u03b2 = ${weight}`);
+  const table = add(about, "table", ""), head = add(table, "tr", "");
+  for (const title of ["pretrained", "", "policy", ""]) add(head, "th", title);
+  answer.pretrained[k].forEach((pair, row) => {
+    const line = add(table, "tr", ""), other = answer.policy[k][row];
+    for (const [c, p] of [pair, other]) { add(line, "td", name(c)); add(line, "td", percent(p)); }
+  });
+  about.hidden = false;
+  const place = span.getBoundingClientRect(), height = about.offsetHeight + 8;
+  const top = place.bottom + height < innerHeight ? place.bottom + 8 : place.top - height;
+  about.style.left = Math.max(4, Math.min(place.left, innerWidth - about.offsetWidth - 4)) + "px";
+  about.style.top = Math.max(4, top) + "px";
+}
+function near(span, key) {
+  const all = [...span.parentNode.children], sign = {ArrowDown: 1, ArrowUp: -1}[key];
+  if (!sign) return all[all.indexOf(span) + (key === "ArrowRight" ? 1 : -1)];
+  const below = all.filter(s => sign * (s.offsetTop - span.offsetTop) > 4);
+  function far(s) {
+    return 99 * Math.abs(s.offsetTop - span.offsetTop) + Math.abs(s.offsetLeft - span.offsetLeft);
+  }
+  return below.reduce((best, s) => best && far(best) <= far(s) ? best : s, null);
+}
+for (const kind of ["mouseover", "focusin", "click"])
+  main.addEventListener(kind, event => event.target.id && show(event.target));
+document.addEventListener("keydown", event => {
+  if (event.key === "Escape") about.hidden = true;
+  if (!event.key.startsWith("Arrow") || !event.target.id) return;
+  event.preventDefault();
+  near(event.target, event.key)?.focus();
+});
+document.getElementById(location.hash.slice(1))?.focus();
+</script></html>
+"""
+
+def answers(groups):
+    """The page with the answers of the inspect runs: of each problem the pretrained one first."""
+    found = []
+    for group in groups:
+        for run in group.runs if group.key.get("mode") == "inspect" else ():
+            policy, end = group.key["policy"], run.end
+            if end and len(end["text"]) <= 5000:
+                verdict = "right" if end.get("correct") else "wrong"
+                title = f"{policy}, seed {run.settings.get('seed')}: {verdict}"
+                shown = {name: end[name] for name in SHAPES["inspect.json"]} | {"title": title}
+                found.append((end["problem"], policy != "pretrained", title, shown))
+    data = json.dumps([shown for *_, shown in sorted(found, key=lambda answer: answer[:3])][:30])
+    return PAGE.replace("ANSWERS", data.replace("<", "\\u003c")) if found else ""
+
+# ---- Command line.
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(message)
+
+def run(argv):
+    parser = Parser(prog="plots.py", description=__doc__.split("\n\n")[0], allow_abbrev=False)
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="runs, or what holds them")
+    parser.add_argument("--out", metavar="DIR", help="where to write (default: the first FOLDER)")
+    parser.add_argument("--where", metavar="NAME=VALUE", action="append", default=[],
+                        help="only runs with this setting")
+    args = parser.parse_args(argv)
+    where = [text.partition("=")[::2] for text in args.where]
+    out = Path(args.out or args.folders[0]).expanduser()
+    groups = read_groups(args.folders, where)
+    for name, value in where:
+        if not any(name in group.key for group in groups):
+            raise UserError(f"--where {name}={value}: no run has such a setting")
+    out.mkdir(parents=True, exist_ok=True)
+
+    command = shlex.join(["python", "plots.py", *(sys.argv[1:] if argv is None else argv)])
+    text = ["# Results", "", markdown(command), "",
+            "Mean over seeds ± half the width of its 95% interval (Student t); of a single seed its",
+            "interval over problems. Seeds: finished of started.", *results(groups)]
+    for name, picture, found in plan(groups):
+        figure = picture.make(found, picture.what)
+        if isinstance(figure, list):
+            text += numbers(name, figure)
+            figure = draw(figure)
+        if picture.make is frontier:
+            text += best_against_best(found)
+        figure.savefig(out / f"{name}.png")
+        figure.savefig(out / f"{name}.pdf", metadata={"CreationDate": None})
+        say(f"{name}: {out / name}.png and .pdf, from {len(found)} of {len(groups)} groups")
+    text = "\n".join([*text, *definition(groups), ""])
+    for name, content in (("results.md", text), ("answers.html", answers(groups))):
+        if content:
+            (out / name).write_text(content, encoding="utf-8", errors="replace")
+            say(f"{name}: {out / name}")
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="plots.py", description=__doc__.split("\n\n")[0], allow_abbrev=False)
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="run folders, or folders that hold them")
-    parser.add_argument("--out", metavar="DIR", help="where to write (default: the first FOLDER)")
-    args = parser.parse_args(argv)
-    out = Path(args.out or args.folders[0])
     try:
-        groups = read_groups(args.folders)
-        out.mkdir(parents=True, exist_ok=True)
-        pictures = plan(groups)
-        for name, (draw, needs, found) in pictures.items():
-            if not found:
-                print(f"{name}: not drawn: needs finished {needs}")
-            for end, shown in found.items():
-                figure, path = draw(shown), out / (name + end)
-                if isinstance(figure, str):
-                    print(f"{path.name}: not drawn: {figure}")
-                    continue
-                figure.savefig(f"{path}.png")
-                figure.savefig(f"{path}.pdf", metadata={"CreationDate": None})
-                print(f"{path.name}: {path}.png and .pdf, from {len(shown)} of {len(groups)} groups")
-        command = shlex.join(["python", "plots.py", *(sys.argv[1:] if argv is None else argv)])
-        text = results(groups, {name: found for name, (_, _, found) in pictures.items()}, command)
-        (out / "results.md").write_text(text, encoding="utf-8")
-        print(f"results: {out / 'results.md'}, from {len(groups)} groups")
+        with matplotlib.rc_context(), warnings.catch_warnings():
+            matplotlib.rcdefaults()
+            matplotlib.rcParams.update(STYLE)
+            warnings.simplefilter("ignore")  # of characters that no font has
+            run(argv)
         return 0
-    except OSError as error:
-        print(f"plots.py: error: {error}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        print(f"plots.py: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
+    except KeyboardInterrupt:
+        return 130
 
 if __name__ == "__main__":
     sys.exit(main())
