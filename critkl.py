@@ -217,8 +217,7 @@ def decode(ids):
     """Token ids (list or 1-D tensor) to text."""
     return "".join(VOCABULARY[i] for i in torch.as_tensor(ids).tolist())
 
-# ---- Environment: addition on a scratchpad, [V] section 3.1. State: the text so far. Action: a
-# character. Reward: 0, and 1 at the end for a right result.
+# ---- Environment, [V] section 3.1. State: text. Action: a character. Reward: 1 for a right result.
 
 def prompt(a, b):
     """The text the model is given: "Input:\\n128+367\\nTarget:"."""
@@ -334,13 +333,6 @@ def rotate(x, cos, sin):
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
 
-def rotary_angles(positions, pairs):
-    """cos and sin (..., 1, pairs) for positions (...). Half of the pairs do not turn (D1)."""
-    pair = torch.arange(pairs, device=positions.device)
-    frequency = torch.where(pair < pairs // 2, 1e4 ** (-pair / pairs), 0)
-    angle = positions[..., None, None] * frequency
-    return angle.cos(), angle.sin()
-
 class Block(nn.Module):
     """Attention and MLP. `local`: sees the last `window` tokens alone. `rotary`: has positions."""
 
@@ -425,8 +417,11 @@ class GPT(nn.Module):
             distance = positions[:, None, :, None] - key             # (B, 1, T, length)
             nearby = (distance >= 0) & (distance < self.window)
             seen = None if start is None else distance >= 0
-        width, heads = self.embedding.embedding_dim, self.blocks[0].heads
-        cos, sin = rotary_angles(positions, width // heads // 2)
+        pairs = self.embedding.embedding_dim // self.blocks[0].heads // 2
+        pair = torch.arange(pairs, device=ids.device)
+        frequency = torch.where(pair < pairs // 2, 1e4 ** (-pair / pairs), 0)    # half do not turn
+        angle = positions[..., None, None] * frequency               # (B, T, 1, pairs)
+        cos, sin = angle.cos(), angle.sin()
         with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda):
             x = norm(self.embedding(ids) + self.embedding(before) / 2)
             for i, block in enumerate(self.blocks):
@@ -488,8 +483,7 @@ def pretrain(cfg, log):
         run.step_done(loss)                                          # saves; stops if asked to
     return model, run.seconds
 
-# ---- Sampling, one token at a time. The loop below uses `generate_drafted`, which gives the same
-# tokens in a third of the time.
+# ---- Sampling, one token at a time. The loop uses `generate_drafted`: the same tokens, sooner.
 
 def gumbel(seed, *shape):
     """Gumbel noise: argmax(log p + noise) is a sample from p."""
@@ -644,10 +638,8 @@ def trust_region_mask(ratio, advantages, D, delta):
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the
-    mask, which in each row is one run of True.
-
-    The episode ends after it, also where the length limit cut it off: nothing is bootstrapped.
-    """
+    mask, in each row one run of True. There the episode ends, also where the length limit cut it
+    off: nothing is bootstrapped."""
     rewards = torch.where(mask, rewards, 0)
     values = torch.where(mask, values, 0)
     advantages = torch.zeros_like(values)
@@ -661,11 +653,8 @@ def gae(rewards, values, mask, gamma, lam):
     return advantages, advantages + values
 
 def policy_ratio(logp, logp_other):
-    """r = pi / other, (B, T), with the gradient r grad log pi.
-
-    The log-ratio is cut to [-20, 20] (D7). The cut bounds the value, and so the size of the
-    gradient; it does not stop the gradient.
-    """
+    """r = pi / other, (B, T), with the gradient r grad log pi. The log-ratio is cut to [-20, 20]
+    (D7): this bounds r, and so the size of the gradient, but does not stop it."""
     log_ratio = (logp - logp_other).detach()
     one = (logp - logp.detach()).exp()                               # with the gradient of log pi
     return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp() * one
@@ -682,8 +671,7 @@ def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trus
       "none"        keeps all
     Beyond PPO and DPPO, Eq. 23: ratio_cap is C, and logp_anchor (B, T) the policy that pi is
     compared with in place of mu. The gradient is M min(pi / mu, C) A grad log pi.
-    info: 0-dimensional tensors without gradient, see `policy_diagnostics`. Raises UserError on
-    another trust region.
+    info: see `policy_diagnostics`. Raises UserError on another trust region.
     """
     logp_anchor = logp_mu if logp_anchor is None else logp_anchor
     logp = torch.where(mask, logp, 0)
@@ -694,7 +682,7 @@ def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trus
     if trust_region == "clip":
         clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
         objective = torch.min(ratio * advantages, clipped * advantages)
-        keep = (ratio * advantages <= clipped * advantages)
+        keep = ratio * advantages <= clipped * advantages
     elif trust_region == "divergence":
         if D is None:
             raise UserError("trust region divergence: needs D, the divergence of each token")
@@ -1063,13 +1051,12 @@ def generate_drafted(policy, prompts, drafts, limit, noise=None, chunk=24):
     return ids[:, :L], response_mask(begin, length, L), logits[:, :L - 1], values[:, :L - 1]
 
 def resume_shift(draft, text, settled, shift, match=4):
-    """Where in the draft a row that has left it goes on: (R, size), (R, size), (R,), (R,) to (R,).
+    """How far ahead of the text the draft is read: (R, size), (R, size), (R,), (R,) to (R,).
 
-    It is after the nearest place that reads like the last `match` settled characters, all digits
-    being alike. With the draft "...8+7+0=15 , A->5..." and a text that has settled "...8+7+0=5 ,"
-    the last four characters read "=0 ,". The draft's "15 ," does not end like this, so the text
-    goes on with the place where the draft reads the same, here none: then the shift stays. With
-    "...=25 ," the draft's "15 ," ends like it, "00 ,", and the guess is " A->5...".
+    A row that has left the draft goes on after the nearest place in it that reads like the row's
+    last `match` settled characters, all digits being alike. Draft: "[2,0,3,3] + [5,1,". Text:
+    "[2,0,3]", a list that is closed early. Its end "0,3]" reads like the draft's "3,3]", two
+    characters later, so the next guess is " + [5,1,". Without such a place the shift stays.
     """
     size = draft.shape[1]
     device = draft.device
@@ -1613,6 +1600,9 @@ class Run:
         self.saved = load(self.checkpoint, self.cfg.device)
         if self.saved.get("settings") != settings_that_count(self.cfg):
             raise UserError(f"{self.checkpoint}: of a run with other settings")
+        missing = {"rows", "recent", "seconds", "pretrain_seconds"} - set(self.saved)
+        if missing:
+            raise UserError(f"{self.checkpoint}: damaged, without {', '.join(sorted(missing))}")
         reference = new_model(self.cfg)
         restore(self.checkpoint, self.saved, self.cfg.iterations, dict(reference=reference))
         return reference, self.saved["pretrain_seconds"]
@@ -1793,7 +1783,7 @@ def evaluate(cfg, log, folder):
             rows.append(dict(set=kind, digits=name) | row)
             cells = " ".join(f"{percent(values):>22}" for values in row.values())
             log.line(f"{kind:10} {name:6} {cells}")
-    problems = test_set(cfg.digits + 1, 50, cfg.seed)
+    problems = test_set(cfg.digits + 1, min(50, cfg.test_problems), cfg.seed)
     gap, definition = critical_evidence(reference, problems, cfg)
     log.line("certainty of the pretrained model on a token less its mean on the others:")
     for name, (mean, low, high) in gap.items():

@@ -113,10 +113,18 @@ def coin_model(heads=1):
     return model
 
 
+ROLLOUTS = {}
+
+
 def prepared(cfg, policy, reference, mu=None):
-    """The Batch of rollouts of mu (else of the policy), half of them called right."""
+    """The Batch of rollouts of mu (else of the policy), half of them called right. The rollouts of
+    equal weights are made once."""
     problems = [(3, 4), (7, 8), (0, 0), (99, 1)][:cfg.episodes]
-    sampled = rollout(mu or policy, problems, seed=1)
+    sampler = mu or policy
+    key = critkl.digest(sampler.state_dict()), sampler.temperature, cfg.episodes
+    if key not in ROLLOUTS:
+        ROLLOUTS[key] = rollout(sampler, problems, seed=1)
+    sampled = copy.deepcopy(ROLLOUTS[key])
     sampled.correct = torch.arange(cfg.episodes) % 2.0               # a random model never is
     return prepare(sampled, policy, reference, cfg)
 
@@ -277,7 +285,8 @@ def test_scratchpad_against_integer_arithmetic(a, b):
         total = i + j + carry
         step = f" , C={carry} , {i}+{j}+{carry}={total} , A->{total % 10} , C->{total // 10}"
         end = f" C={carry} , END"
-        lines.append(f"[{left(a, k)}] + [{left(b, k)}] , A=[{done}]" + (step if k < length else end))
+        head = f"[{left(a, k)}] + [{left(b, k)}] , A=[{done}]"
+        lines.append(head + (step if k < length else end))
     result = " ".join(str(a + b))
     assert scratchpad(a, b) == "\n".join(["", "<scratch>", *lines, "</scratch>", result, ""])
     assert is_correct(a, b, scratchpad(a, b)) and not is_correct(a, b + 1, scratchpad(a, b))
@@ -436,7 +445,8 @@ def test_lists_that_are_closed_early(digits, line, text, shorter):
 
 def always(digits):
     """The mistake of a cfg with probability 1, for scratchpad."""
-    return functools.partial(close_early, cfg=config(digits=digits, mistakes=1.0), rng=random.Random(0))
+    cfg = config(digits=digits, mistakes=1.0)
+    return functools.partial(close_early, cfg=cfg, rng=random.Random(0))
 
 
 @pytest.mark.parametrize("problem, digits, expected", [
@@ -621,17 +631,9 @@ def test_the_value_loss_trains_the_value_head_alone():
     assert trained == {"value_head.weight", "value_head.bias"}
 
 
-def test_a_model_as_the_settings_have_it(monkeypatch):
-    cfg = config(layers=2, window=4, temperature=2.0)
-    model = critkl.new_model(cfg)
+def test_a_model_as_the_settings_have_it():
+    model = critkl.new_model(config(layers=2, window=4, temperature=2.0))
     assert (model.temperature, model.window, len(model.blocks)) == (2.0, 4, 2)
-
-    def no_memory(*_):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(critkl, "GPT", no_memory)
-    with pytest.raises(UserError, match=r"--layers 96 --width 16384: .* 1237.0 GB"):
-        critkl.new_model(config(layers=96, width=16384))            # 4 bytes x 12 L C^2
 
 
 # --------------------------------------------------------------------------------------------------
@@ -681,7 +683,7 @@ def test_a_pretraining_step_that_is_not_finite_is_not_made(where):
 
 
 def test_muon_orthogonalizes():
-    """Of a matrix with singular values 1 to 9 the step has all of them near 1, in the same bases."""
+    """Of a matrix with singular values 5 to 9 the step has all near 1, in the same bases."""
     u, _ = torch.linalg.qr(torch.randn(9, 9, generator=generator()))
     v, _ = torch.linalg.qr(torch.randn(5, 5, generator=generator()))
     tall = u[:, :5] * torch.arange(5, 10) @ v.T
@@ -714,7 +716,8 @@ def sampling_case(kind, greedy):
     prompts = [encode(prompt(*p)) for p in PROBLEMS]
     noise = None if greedy else gumbel(5, 3, max(map(len, prompts)) + limit, 41)
     if kind == "random" and not greedy:
-        noise[:, :, [critkl.NEWLINE, critkl.SLASH]] += 3             # some rows end, some are cut
+        noise[0, :, [critkl.NEWLINE, critkl.SLASH]] += 9             # ends soon, the last is cut
+        noise[1, :, [critkl.NEWLINE, critkl.SLASH]] += 4
     slow = [decode_slowly(model, p, limit, None if greedy else noise[i])
             for i, p in enumerate(prompts)]
     if not greedy:
@@ -868,7 +871,7 @@ def test_entropy_in_nats_and_kl_weight():
 
 
 def test_kl_estimates_value_and_gradient_by_enumeration():
-    """pi = [.5, .5], ref = [.9, .1]: KL .5108, gradient [-.5493, .5493]; k1 has none, k3 another."""
+    """pi = [.5, .5], ref = [.9, .1]: KL .5108, gradient [-.5493, .5493]; k1 none, k3 another."""
     logits, reference = torch.zeros(2, requires_grad=True), logits_of(0.9, 0.1)
     logp = logits.log_softmax(-1)
     for kind, value, slope in (("k1", 0.5108, 0.0), ("k2", 0.7339, 0.5493), ("k3", 0.5108, 0.4)):
@@ -944,7 +947,7 @@ THREE_SETS = sum(m * math.log(m / p) for m, p in ((0.5, 0.4), (0.05, 0.2), (0.45
     ("topk_kl", 4, KL4), ("topk_tv", 4, 0.2), ("topk_kl", 99, KL4), ("tv", 1, 0.2), ("kl", 1, KL4),
     ("topk_tv", 1, 0.15), ("topk_kl", 1, THREE_SETS)])
 def test_divergences_of_one_token(kind, top_k, expected):
-    """The sampled token 3 joins the top K of mu, the rest is one bucket (K = 1: {0}, {3}, {1, 2})."""
+    """Token 3, sampled, joins the top K of mu; the rest is one bucket (K = 1: {0}, {3}, {1, 2})."""
     mu, pi = logits_of(0.5, 0.3, 0.15, 0.05), logits_of(0.4, 0.35, 0.05, 0.2)
     close(divergence(mu, pi, torch.tensor(3), kind, top_k), expected, 1e-4)
 
@@ -965,7 +968,8 @@ def test_k_is_20_by_default():
     p, q = ((x / x.sum()).tolist() for x in (mu, pi))
     by_hand = {K: slow_top_k(p, q, 0, K) for K in (19, 20, 21)}
     assert len({f"{x:.4f}" for x in (by_hand[K][1] for K in by_hand)}) == 3
-    found = [divergence(mu.log(), pi.log(), torch.tensor(0), kind) for kind in ("topk_tv", "topk_kl")]
+    found = [divergence(mu.log(), pi.log(), torch.tensor(0), kind)
+             for kind in ("topk_tv", "topk_kl")]
     close(torch.stack(found), by_hand[20], 1e-5)
 
 
@@ -1004,7 +1008,7 @@ def test_divergences_of_extreme_probabilities_are_never_nan(kind):
 
 
 def test_mask_drops_only_moves_away_beyond_delta():
-    """All quadrants, below, at and beyond delta: D = delta is kept, as are moves back, A = 0, r = 1."""
+    """All quadrants, below, at and beyond delta; D = delta is kept, moves back, A = 0, r = 1."""
     for A, ratio, D in itertools.product(
             (-2.0, 0.0, 2.0), (0.01, 1.0, 100.0), (0.0, 0.25, 0.2500001, 1.0, INF)):
         dropped = D > 0.25 and ((A > 0 and ratio > 1) or (A < 0 and ratio < 1))
@@ -1129,7 +1133,7 @@ UNBOUNDED = dict(
 @pytest.mark.parametrize("cap", [0.5, 1.0, 3.0, INF])
 @pytest.mark.parametrize("region", UNBOUNDED)
 def test_infinite_bounds_and_a_cap(region, cap):
-    """No bounds give the unclipped objective; the gradient is min(r, C) A grad log pi, [Q] Eq. 23."""
+    """No bounds give the unclipped objective, whose gradient is min(r, C) A grad log pi, Eq. 23."""
     for ratio, A in itertools.product((0.1, 1.0, 2.0, 10.0), (-1.5, 1.5)):
         found = one_token(ratio, A, ratio_cap=cap, **UNBOUNDED[region])
         expected = min(ratio, cap) * A
@@ -1140,7 +1144,8 @@ def test_negative_mask_and_anchor():
     """"negative" drops A < 0 with anchor - pi >= delta; the mask looks at the anchor, the weight at
     mu."""
     far = dict(trust_region="divergence", D=torch.tensor([[1.0]]))
-    for ratio, A, anchor in itertools.product((0.2, 0.5, 1.0, 3.0), (-2.0, 2.0), (0.05, 0.29, 0.85)):
+    for ratio, A, anchor in itertools.product(
+            (0.2, 0.5, 1.0, 3.0), (-2.0, 2.0), (0.05, 0.29, 0.85)):
         pi = 0.3 * ratio
         logp_anchor = torch.tensor([[anchor]], dtype=torch.float64).log()
         r = pi / anchor
@@ -1172,7 +1177,7 @@ def test_the_cut_of_the_ratio_bounds_the_weight_and_not_the_gradient(mu, pi, A, 
 
 @pytest.mark.parametrize("garbage", [None, 0.5, NAN, INF, -INF])
 def test_policy_loss_by_hand_with_garbage_in_the_padding(garbage):
-    """mu = .5, pi = .75 (clipped) and mu = .4, pi = .1 (kept), A = 1: value, gradient and all else."""
+    """mu = .5, pi = .75 (clipped) and mu = .4, pi = .1 (kept), A = 1: value, gradient, infos."""
     def pad(x):
         return x if garbage is None else torch.cat((x, torch.full((1, 2), garbage)), 1)
 
@@ -1253,7 +1258,7 @@ def test_first_minibatch_has_ratio_one(given, temperature):
 
 
 def test_prepare():
-    """The reward belongs to the last token; advantages are whitened or, in groups, centred; J^beta."""
+    """The reward is the last token's; advantages are whitened or, in groups, centred; J^beta."""
     policy, reference = random_model(), random_model(1)
     cfg = config(beta=3.0, certainty="max_prob", certainty_temperature=4.0)
     batch = prepared(cfg, policy, reference)
@@ -1303,7 +1308,7 @@ A2C = [
 
 @pytest.mark.parametrize("given", A2C, ids=str)
 def test_one_pass_of_ppo_is_a2c(given):
-    """[V]: the gradient is that of -A log pi plus value, KL and entropy terms, written out again."""
+    """[V]: the gradient is that of -A log pi plus value, KL and entropy terms, written out."""
     cfg, policy, reference = config(alpha=0.7, **given), random_model(), random_model(1)
     batch = prepared(cfg, policy, reference)
     loss, info = ppo_loss(policy, batch, cfg)
@@ -1362,9 +1367,11 @@ def test_settings_that_must_agree(one, other):
     (dict(mode="none", method="negative_only"), dict(mode="none", trust_region="none"))], ids=str)
 def test_settings_that_must_differ(one, other):
     policy, mu, reference = random_model(), random_model(2), random_model(1)
-    one, other = (loss_and_gradient(config(**g), prepared(config(**g), policy, reference, mu), policy)
-                  for g in (one, other))
-    assert (one - other).abs().max() > 1e-3
+    found = []
+    for given in (one, other):
+        cfg = config(**given)
+        found.append(loss_and_gradient(cfg, prepared(cfg, policy, reference, mu), policy))
+    assert (found[0] - found[1]).abs().max() > 1e-3
 
 
 def test_a_penalty_with_coefficient_zero_is_not_computed():
@@ -1402,7 +1409,7 @@ def test_padding_and_company_change_nothing(given):
             continue
         pad = x[:, :6]
         x = torch.cat((x, pad & False if x.dtype == torch.bool else 0 * pad), 1)
-        if x.ndim == 2 and x.is_floating_point():                    # what is hidden may be anything
+        if x.ndim == 2 and x.is_floating_point():                    # hidden, so it may be anything
             garbage = NAN if field.name in ("logp_mu", "advantages") else 1e3
             x[:, :-6][~batch.mask] = garbage
             x[:, -6:] = garbage
@@ -1544,7 +1551,7 @@ def test_critical_tokens_by_hand(a, b, digits, expected):
 
 
 def test_examine_is_the_product_of_token_probabilities():
-    """By a loop over one problem at a time, averaged by name for critical tokens; sampling agrees."""
+    """By a loop over one problem at a time, averaged by name where critical; sampling agrees."""
     model, problems, names = coin_model(), [(3, 4), (7, 8), (34, 5), (16, 5)], {}
     expected, critical = examine(model, problems, 1)
     for i, p in enumerate(problems):
@@ -1577,14 +1584,14 @@ def test_many_problems_are_examined_in_pieces(monkeypatch):
     close(list(critical.values()), [critical_of_few[name] for name in critical])
 
 
-@pytest.mark.parametrize("model, heads", [(coin_model, 1), (coin_model, 2), (random_model, 0)])
-def test_forced_tokens_against_a_loop(model, heads):
+@pytest.mark.parametrize("heads", [1, 2])
+def test_forced_tokens_against_a_loop(heads):
     """The likeliest wrong character, then greedy decoding one token at a time."""
-    model, problems = model(heads), PROBLEMS[:2]
-    places = [(i, t) for i in (1, 0) for t in (1, 30, 61, len(scratchpad(*problems[i])) - 2)]
+    model, problems = coin_model(heads), PROBLEMS[:2]
+    places = [(i, t) for i in (1, 0) for t in (1, 61, len(scratchpad(*problems[i])) - 2)]
     wrong, right = critkl.force(model, problems, places)
-    again, all_right = critkl.force(model, problems, places * 13)    # more than at a time
-    assert again == wrong * 13 and torch.equal(all_right, right.repeat(13))
+    again, all_right = critkl.force(model, problems, places * 17)    # more than at a time
+    assert again == wrong * 17 and torch.equal(all_right, right.repeat(17))
     for (i, t), character, correct in zip(places, wrong, right):
         begin, true = prompt(*problems[i]), scratchpad(*problems[i])
         with torch.no_grad():
@@ -1808,7 +1815,8 @@ MODES = dict(pretrain="--eval-problems 4 --test-problems 8".split(), none=RL, st
 
 @torch.no_grad()
 def true_rollout(policy, problems, seed=None):
-    """In place of `rollout`, in a tenth of its time: true scratchpads, half of them called right."""
+    """In place of `rollout`, in a tenth of its time: true scratchpads, half of them called right.
+    """
     ids, mask = true_batch(problems)
     correct = [float(stream(seed, i).random() < 0.5) for i in range(len(problems))]
     return critkl.Rollout(problems, ids, mask, *policy(ids[:, :-1]), torch.tensor(correct))
@@ -1981,7 +1989,7 @@ def test_evaluate(policy, critical_run, tmp_path, monkeypatch):
     more = ["--checkpoint", critical_run] if policy == "checkpoint" else []
     if policy == "pretrained":
         shutil.copy(only(critical_run.parent, "pretrained-*.pt"), tmp_path)
-    out = good("--mode", "evaluate", *TINY, "--test-problems", 2, "--out", tmp_path, *more,
+    out = good("--mode", "evaluate", *TINY, "--test-problems", 4, "--out", tmp_path, *more,
                sampler=rollout)
     rows = [line.split()[:2] for line in out.splitlines()
             if line.startswith(("identical", "varying"))]
@@ -1993,10 +2001,10 @@ def test_evaluate(policy, critical_run, tmp_path, monkeypatch):
         for measure in ("sampled", "greedy", "expected"):
             mean, low, high = row[measure]
             assert 0 <= low <= mean <= high <= 1
-    assert found["rows"][0]["greedy"] == [0.0, 0.0, pytest.approx(0.658, abs=1e-3)]   # 0 of 2
-    assert set(found["certainty_gap"]) == {"critical", "non-critical"}
-    assert found["definition"]["listed"] > 50
-    assert len(found["sampler"]) == 2000
+    assert found["rows"][0]["greedy"] == [0.0, 0.0, pytest.approx(0.49, abs=1e-3)]    # 0 of 4
+    assert set(found["certainty_gap"]) == {"critical", "critical commas", "non-critical"}
+    assert found["definition"]["listed"] >= 8                        # 4 answers, line 1, ",3"
+    assert 100 < len(found["sampler"]) <= 2000
     assert all(0 < p <= 1 for pair in found["sampler"] for p in pair)
     gaps = [abs(mu - pi) for mu, pi in found["sampler"]]             # near, not the same arithmetic
     assert max(gaps) < 0.1 and 0 < sum(gaps) / len(gaps) < 0.01
@@ -2054,7 +2062,8 @@ def test_the_same_command_again(critical_run, work, tmp_path):
     before = {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in critical_run.iterdir()}
     out = good("--mode", "critical", *TINY, *RL, "--out", folder)
     assert "this run is complete" in out
-    assert out.splitlines()[-4:] == runs("critical").splitlines()[-4:]
+    assert out.splitlines()[-5:-1] == runs("critical").splitlines()[-5:-1]
+    assert runs("critical").splitlines()[-1].startswith(out.splitlines()[-1])
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in critical_run.iterdir()} == before
     good("--mode", "critical", *TINY, *RL, "--out", tmp_path)
     assert_same_run(critical_run, only(tmp_path, "critical-*"))
@@ -2076,9 +2085,9 @@ def test_stopped_and_resumed_equals_straight(when, step, number, critical_run, t
     assert not (path / "summary.json").exists()
     if when == "pretraining":
         saved = critkl.load(only(tmp_path, "pretrained-*.pt"))
-        assert saved["done"] == step and bool(saved["optimizers"]) == (step < 20)
+        assert saved["done"] == step and ("optimizer0" in saved) == (step < 20)
         good("--mode", "critical", *TINY, *RL, "--out", tmp_path)
-        assert critkl.load(only(tmp_path, "pretrained-*.pt"))["optimizers"] == []
+        assert "optimizer0" not in critkl.load(only(tmp_path, "pretrained-*.pt"))
     else:
         assert state(path)["done"] == (4 if when == "evaluating" else step)
         assert when == "evaluating" or f"--resume {path}" in out
@@ -2136,7 +2145,7 @@ def test_main_in_a_thread(critical_run, work):
 
 
 def test_a_stale_sampler_is_kept_over_a_stop(tmp_path):
-    """The sampler's weights are those of iteration 0, in bfloat16; a fresh one gives another run."""
+    """The sampler's weights are those of iteration 0, in bfloat16; a fresh one differs."""
     stale = [*RL, "--staleness", 4, "--sampler-dtype", "bfloat16"]
     path, _ = stopped(tmp_path / "stopped", step=3, args=stale)
     saved = state(path)
@@ -2156,8 +2165,9 @@ def test_killed_at_random_moments_it_goes_on_from_a_whole_checkpoint(tmp_path):
     """SIGKILL, twice or KILLS times: `KILLS=50 python -m pytest -k killed`; equal in the end, and
     nothing is left behind."""
     args = ["--mode", "critical", *TINY, *RL, "--eval-every", 1, "--iterations", 8]
-    (tmp_path / ".pretrained-x.pt.0123456789ab.critkl").write_bytes(b"as a kill in a write leaves it")
-    os.utime(tmp_path / ".pretrained-x.pt.0123456789ab.critkl", (1e9, 1e9))
+    left = tmp_path / ".pretrained-x.pt.0123456789ab.critkl"         # as a kill leaves it
+    left.write_bytes(b"half")
+    os.utime(left, (1e9, 1e9))
     rng, killed = random.Random(0), 0
     for _ in range(int(os.environ.get("KILLS", 2))):
         process = start(*args, "--out", tmp_path)
@@ -2212,7 +2222,8 @@ def test_ctrl_c_in_the_first_second(tmp_path):
 
 
 def test_progress_tells_the_time_left(monkeypatch, capsys):
-    """By a clock that no one sets back; a line every 20 seconds at most, none for the first step."""
+    """By a clock that no one sets back; a line every 20 seconds at most, none for the first step.
+    """
     times = iter([100, 130, 140, 160, 200])
     clock = types.SimpleNamespace(monotonic=lambda: next(times), sleep=None, time=pytest.fail)
     monkeypatch.setattr(critkl, "time", clock)
@@ -2542,8 +2553,8 @@ def test_a_folder_that_cannot_be_written(mode, tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.parametrize("mode, left", [("critical", ["config.json"]), ("evaluate", ["config.json"])])
-def test_a_full_disk(mode, left, tmp_path):
+@pytest.mark.parametrize("mode", ["critical", "evaluate"])
+def test_a_full_disk(mode, tmp_path):
     """No file may grow beyond 12 kB: one line that names the file, no half-written one left."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (12000, hard))
@@ -2552,7 +2563,7 @@ def test_a_full_disk(mode, left, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "pretrained-" in line and str(tmp_path) in line
-    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == left
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["config.json"]
 
 
 def test_a_disk_that_fills_up_while_it_trains(tmp_path, critical_run, monkeypatch):
@@ -2693,7 +2704,6 @@ def end(run, end=c.Run.end):
 c.Run.end = end
 if __name__ == "__main__":
     code = c.main(sys.argv[1:])
-    c.barrier()
     sys.stdout.flush()
     c.os._exit(code)
 '''
@@ -2725,7 +2735,8 @@ def test_two_processes_learn_what_one_does(tmp_path):
     assert sorted(p.name for p in folders[1].iterdir()) == [
         "checkpoint.pt", "config.json", "metrics.csv", "summary.json"]
     assert (tmp_path / "two" / "by-0").exists() and not (tmp_path / "two" / "by-1").exists()
-    one, two = (torch.load(tmp_path / name / "update", weights_only=True) for name in ("one", "two"))
+    one, two = (torch.load(tmp_path / name / "update", weights_only=True)
+                for name in ("one", "two"))
     assert torch.equal(one["ids"], two["ids"])
     assert max(g.abs().max() for g in one["grads"]) > 1e-3
     for a, b in zip(one["grads"], two["grads"]):
@@ -2794,7 +2805,9 @@ def test_processes_must_divide_the_batches_and_train(more, tmp_path, monkeypatch
 def test_bad_input_is_named_and_nothing_is_written(args, tmp_path):
     flag, value = args.split()[:2]
     line = refused(*TINY, "--out", tmp_path / "runs", *args.split())
-    assert value in line and (flag in line or flag == "--checkpoint") and not list(tmp_path.iterdir())
+    value = value.replace("1e300", "1e+300")                         # as Python writes the number
+    assert value in line and (flag in line or flag == "--checkpoint")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("device", ["cuda", "mps"])
