@@ -1,5 +1,6 @@
 """Tests of plots.py. Runs are files written here, numbers are worked by hand."""
 import asyncio
+import functools
 import itertools
 import json
 import math
@@ -320,7 +321,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_ctrl_c_at_any_moment(small, tmp_path, delay):
     """130 and nothing else, from the first statement on."""
     command = [sys.executable, "-c", TELL, PLOTS, *[str(small)] * 99, "--out", str(tmp_path)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # a job in the background would have been started with Ctrl-C ignored
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=heed)
     assert process.stdout.readline() == "ready\n"
     time.sleep(delay)
     process.send_signal(signal.SIGINT)
