@@ -974,7 +974,7 @@ def pretraining_lr(step, cfg):
     falling = 1 - 0.95 * step / cfg.pretrain_steps
     return cfg.pretrain_lr * min(rising, falling)
 
-# ---- Drafted sampling: the tokens of `generate`, three to four times as fast. The true scratchpad
+# ---- Drafted sampling: the tokens of `generate`, two to four times as fast. The true scratchpad
 # serves as a draft. One parallel pass scores all of it, each row keeps its own samples up to the
 # first that differs from the draft, and goes on from there with a later part of the draft as the
 # next guess. Every token kept is the sample that `generate` draws from the same noise: it is exact.
