@@ -2056,6 +2056,15 @@ def test_bench(critical_run, tmp_path, monkeypatch):
     assert "tokens/s" in good(*args)
 
 
+def test_the_clip_is_one_fifth_at_both_ends_by_default():
+    """Ratios 0.75 with A < 0 and 1.25 with A > 0 are cut to 0.8 and 1.2, [Q] Eq. 10."""
+    mask = torch.tensor([[True]])
+    for ratio, A, expected in ((0.75, -1.0, 0.8), (1.25, 1.0, -1.2)):
+        logp = torch.tensor([[ratio]]).log()
+        loss, _ = policy_loss(logp, torch.zeros(1, 1), torch.tensor([[A]]), mask)
+        close(loss, expected)
+
+
 def test_the_same_command_again(critical_run, work, tmp_path):
     """In another folder it gives the same run, with another seed another; in its own nothing."""
     folder, runs = work
