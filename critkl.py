@@ -55,7 +55,6 @@ import re
 import shlex
 import signal
 import sys
-import tempfile
 import threading
 import time
 import zlib
@@ -1506,7 +1505,7 @@ def open_run(cfg, folder):
     """Make a run folder, or check that the one there has the same settings. Raises UserError."""
     remove_leftovers(folder)
     if (folder / "config.json").exists():
-        require_settings(folder, cfg, [f.name for f in fields(Config) if f.name not in FREE_FIELDS])
+        require_settings(folder, cfg, settings_that_count(cfg))
     if not (folder / "checkpoint.pt").exists() and not (folder / "summary.json").exists():
         write(folder / "config.json", versions() | dict(
             python=platform.python_version(), machine=platform.platform(), settings=asdict(cfg)))
@@ -2081,13 +2080,12 @@ def start(cfg):
     no memory for the model."""
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if cfg.device == "cuda" and "LOCAL_RANK" in os.environ:          # torchrun: a GPU for each
-        cfg.device = f"cuda:{os.environ['LOCAL_RANK']}"
     if cfg.device.startswith("cuda"):
-        number = int(cfg.device.partition(":")[2] or 0)
+        # under torchrun "cuda" is another GPU in each process, but the same setting in all
+        number = int(cfg.device.partition(":")[2] or os.environ.get("LOCAL_RANK", 0))
         if number >= torch.cuda.device_count():
-            raise UserError(f"--device {cfg.device}: there are {torch.cuda.device_count()} CUDA "
-                            "devices here; allowed is cpu")
+            raise UserError(f"--device {cfg.device}: no CUDA device {number}, there are "
+                            f"{torch.cuda.device_count()} here; allowed is cpu")
         torch.cuda.set_device(number)
     if cfg.device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: there is none here; allowed is cpu")

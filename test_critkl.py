@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import functools
 import importlib.util
-import inspect
 import io
 import itertools
 import json
@@ -571,10 +570,8 @@ def test_cached_steps_equal_the_full_pass(step, window):
     cache, full = model.new_cache(3, 16) + 1e3, model(ids)
     model(ids[:, :7], cache)
     rows, columns = torch.arange(3)[:, None], start[:, None] + torch.arange(step)
-    more = {}
-    if "before" in inspect.signature(model.forward).parameters:
-        more = dict(before=ids[rows, columns - 1])
-    for cached, whole in zip(model(ids[rows, columns], cache, start, **more), full):
+    before = ids[rows, columns - 1]
+    for cached, whole in zip(model(ids[rows, columns], cache, start, before), full):
         close(cached, whole[rows, columns])
         assert whole.std() > 0.1
 
@@ -2465,32 +2462,48 @@ def test_the_policy_of_a_checkpoint_is_the_one_looked_at(critical_run, tmp_path)
         assert critkl.digest(model.state_dict()) == critkl.digest(saved[name])
 
 
+def test_every_process_has_a_gpu_and_all_have_the_same_settings(monkeypatch):
+    """Under torchrun "cuda" stays "cuda", else each process would look for another folder."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, 2))
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **more: None)
+    folders = set()
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        cfg = make_config(dict(device="cuda"))
+        critkl.start(cfg)
+        folders.add(critkl.run_folder(cfg))
+    assert chosen == [0, 1] and len(folders) == 1
+    cfg = make_config(dict(device="cuda:2"))
+    with pytest.raises(UserError, match="cuda:2"):
+        critkl.start(cfg)
+
+
 # --------------------------------------------------------------------------------------------------
 # Nothing that is not finite is saved.
 
-def test_nan_after_the_last_step_of_pretraining(tmp_path, monkeypatch):
-    """No model is saved, which would poison all later runs."""
+def poison_pretraining(monkeypatch, at):
+    """A weight becomes nan after this step."""
     step, count = critkl.Muon.step, itertools.count(1)
 
     def poisoned(optimizer):
         step(optimizer)
-        if next(count) == 20:
+        if next(count) == at:
             optimizer.param_groups[0]["params"][0].data.fill_(NAN)
 
     monkeypatch.setattr(critkl.Muon, "step", poisoned)
+
+
+def test_nan_after_the_last_step_of_pretraining(tmp_path, monkeypatch):
+    """No model is saved, which would poison all later runs."""
+    poison_pretraining(monkeypatch, 20)
     line = refused("--mode", "critical", *TINY, *RL, "--out", tmp_path)
     assert "not finite" in line and not list(tmp_path.glob("*.pt"))
 
 
 def test_nan_in_the_midst_of_pretraining(tmp_path, monkeypatch):
-    step, count = critkl.Muon.step, itertools.count(1)
-
-    def poisoned(optimizer):
-        step(optimizer)
-        if next(count) == 5:
-            optimizer.param_groups[0]["params"][0].data.fill_(NAN)
-
-    monkeypatch.setattr(critkl.Muon, "step", poisoned)
+    poison_pretraining(monkeypatch, 5)
     line = refused("--mode", "critical", *TINY, *RL, "--out", tmp_path)
     assert "pretraining" in line and "nan" in line and not list(tmp_path.glob("*.pt"))
 
