@@ -110,7 +110,7 @@ class Config:
     # task and pretraining
     digits: int = option(3, "N: pretraining covers numbers of 1 to N digits", 1, 30)
     extra: int = option(1, "k: RL problems have an operand of N+k digits", 1, 3)
-    dial: float = option(0.4, "share of pretraining problems drawn like those of RL", 0, 1)
+    dial: float = option(0.6, "share of pretraining problems drawn like those of RL", 0, 1)
     mistakes: float = option(0.2, "in these, probability to close a long list early", 0, 1)
     layers: int = option(2, "transformer blocks", 1, 96)
     width: int = option(64, "width of the residual stream", 4, 16384)
@@ -119,7 +119,7 @@ class Config:
                             "(0: all blocks see all)", 0, 100_000)
     pretrain_steps: int = option(1400, "optimizer steps of pretraining", 1, 10**9)
     pretrain_batch: int = option(16, "problems per pretraining step", 1, 4096)
-    pretrain_lr: float = option(0.012, "its learning rate (falls linearly to 5%%)", 0, 1)
+    pretrain_lr: float = option(0.01, "its learning rate (falls linearly to 0)", 0, 1)
     pretrain_weight_decay: float = option(0.1, "weight decay of the hidden matrices", 0, 1)
     # RL
     iterations: int = option(25, "RL iterations: one batch of rollouts each", 0, 10**9,
@@ -968,9 +968,9 @@ def pretraining_optimizers(model, cfg):
             torch.optim.AdamW(rest, cfg.pretrain_lr, betas=(0.9, 0.95), weight_decay=0.0)]
 
 def pretraining_lr(step, cfg):
-    """The learning rate: from 5% to all of it in 19 steps, then linearly back to 5%."""
+    """The learning rate: from 5% to all of it in 19 steps, then linearly to 0."""
     rising = 0.05 + step / 20
-    falling = 1 - 0.95 * step / cfg.pretrain_steps
+    falling = 1 - step / cfg.pretrain_steps
     return cfg.pretrain_lr * min(rising, falling)
 
 # ---- Drafted sampling: the tokens of `generate`, two to four times as fast. The true scratchpad
