@@ -13,6 +13,7 @@ Below: reading these files, choosing runs, and means over seeds. tables.py makes
 import argparse
 import csv
 import json
+import re
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -48,8 +49,19 @@ def read_settings(folder, note):
     settings = config["settings"]
     row = {name: float(x) if isinstance(x, int) else x
            for name, x in settings.items() if name not in PLACE}
-    policy = Path(settings["checkpoint"] or "pretrained").name.partition("-")[0]
+    policy = policy_of(folder.parent, settings["checkpoint"])
     return row | dict(note=note, policy=policy, python=config["python"], torch=config["torch"])
+
+def policy_of(runs, checkpoint):
+    """Of an evaluation: pretrained, or the mode of the run in --checkpoint and what was changed
+    there: "critical, alpha 0.2". That run is looked for beside the evaluation."""
+    source = runs / Path(checkpoint).name / "config.json"
+    if not checkpoint or not source.exists():
+        return re.sub(r"-seed\d+$", "", Path(checkpoint).name) or "pretrained"
+    settings = json.loads(source.read_text())["settings"]
+    usual = asdict(critkl.make_config(dict(mode=settings["mode"])))
+    changed = [name for name in usual if name in ALIKE and settings[name] != usual[name]]
+    return ", ".join([settings["mode"], *(f"{name} {settings[name]}" for name in changed)])
 
 def read_run(folder, note):
     row = read_settings(folder, note)

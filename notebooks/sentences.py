@@ -151,8 +151,8 @@ SENTENCES = {
     "README.md": README, "notebooks/results.md": RESULTS, "notebooks/speed.md": []}
 
 ALLOWED = [
-    r"`[^`]*`", r"\]\([^)]*\)", r"(?<!\w)--?[a-z-]+ \w+", r"arXiv [\d.]+", r"Version [\d.]+",
+    r"`[^`]*`", r"\]\([^)]*\)", r"(?<!\w)--?[a-z-]+ \w+", r"arXiv [\d.]+", r"[Vv]ersion [\d.]+",
     r"\[[VQ]\] fig\. \d", r"notebook \d", r"[Nn]\+\d", r"95% interval", r"Intervals are 95%",
     r"[Ss]eeds? \d( and \d)?", r"Alpha 5", r"2e-4", r"nine seeds at 2", r"alpha 0\.02 or 0\.2",
-    r"beta = 0 is", r"J below 0\.9", r"lines? \d( to \d)?", r"\d+\+\d+", r"50 answers", r"log 2 /", r"float32",
-    r"Zen 3", r"AVX2", r"AVX-512", r"1 where it is sure", r"85M parameters, N = 7"]
+    r"beta = 0 is", r"J below 0\.9", r"lines? \d( to \d)?", r"\d+\+\d+", r"50 answers", r"log 2 /",
+    r"float32", r"Zen 3", r"AVX2", r"AVX-512", r"1 where it is sure", r"85M parameters, N = 7"]

@@ -159,7 +159,7 @@ def gap(data):
                 ("other tokens", "non-critical", "0.001, 0.0004 (minimum)")))]
 
 def evidence(data):
-    """The gap, and the critical tokens by definition, of other pretrained models and certainties."""
+    """Gap and critical tokens by definition, of other pretrained models and certainties."""
     names = (*DEGREE, *CERTAINTY)
     rows = evaluated(data, *names)
     names = [name for name in names if len({row[name] for row in rows}) > 1]
@@ -180,9 +180,11 @@ def digits(data):
     """[V] tables 4 and 5."""
     sets = [(kind, name) for kind in ("identical", "varying") for name in critkl.SETS]
     table = [["policy", "answers", *map(", ".join, sets)]]
-    for policy in ("pretrained", *PENALTIES):
-        rows = pick(data.evaluations, mode="evaluate", policy=policy)
-        for kind in ("sampled", "greedy") if rows else ():
+    found = pick(data.evaluations, "policy", mode="evaluate")
+    policies = sorted({row["policy"] for row in found}, key=lambda x: (x != "pretrained", x))
+    for policy in policies:
+        rows = [row for row in found if row["policy"] == policy]
+        for kind in ("sampled", "greedy"):
             table.append([policy, kind, *(mean(rows, f"{lengths} {name} {kind}")
                                           for lengths, name in sets)])
     if len(table) < 2:
@@ -218,7 +220,7 @@ def markdown(content):
     """Rows of cells, or text as it is."""
     if isinstance(content, str):
         return content
-    lines = [f"| {' | '.join(map(str, row))} |".replace("|  |", "| |") for row in content]
+    lines = ["|" + "".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in content]
     return "\n".join([lines[0], "|" + "---|" * len(content[0]), *lines[1:]])
 
 MARKED = re.compile(r"<!-- table: (.+) -->\n((?:.+\n)*)")
@@ -231,7 +233,10 @@ def pattern(words):
     return re.compile(GROUP.join(escaped))
 
 def put(text, words, numbers):
-    """(text with these numbers in the sentence, how often it occurs)."""
+    """(text with these numbers in the sentence, how often it occurs there)."""
+    if len(numbers) != words.count("{}"):
+        raise ValueError(f"{words!r} has other than {len(numbers)} numbers")
+
     def replaced(match):
         parts, end = [], match.start()
         for i, new in enumerate(numbers, 1):
@@ -241,14 +246,18 @@ def put(text, words, numbers):
 
     return pattern(words).subn(replaced, text)
 
-def wrap(block, width=100):
+def wrap(block, width):
     """A paragraph or list, wrapped anew if a line is too long. Code and tables stay."""
-    if max(map(len, block.splitlines()), default=0) <= width or block.startswith(("`", "|", "<")):
+    if max(map(len, block.splitlines())) <= width or block.startswith(("`", "|", "<")):
         return block
-    items = re.split(r"\n(?=- )", block)
-    return "\n".join(textwrap.fill(
-        " ".join(item.split()), width, subsequent_indent="  " * item.startswith("- "),
-        break_long_words=False, break_on_hyphens=False) for item in items)
+    items = []
+    for item in re.split(r"\n(?=- )", block):
+        item = " ".join(item.split())
+        item = re.sub(r"(?<=\d) ([/±]) (?=-?\d)", r"~\1~", item)   # these stay together
+        items.append(textwrap.fill(
+            item, 100, subsequent_indent="  " * item.startswith("- "), break_long_words=False,
+            break_on_hyphens=False))
+    return re.sub(r"(?<=\d)~([/±])~", r" \1 ", "\n".join(items))
 
 def fill(text, file, data):
     """(text with all tables and numbers, what could not be made)."""
@@ -271,8 +280,10 @@ def fill(text, file, data):
             missing.append(f"{file}: {words!r}: {error}")
         if found != 1:
             missing.append(f"{file}: {words!r}: occurs {found} times")
-        elif filled != text:
-            text = "\n\n".join(map(wrap, filled.split("\n\n")))
+        else:
+            old, new = text.split("\n\n"), filled.split("\n\n")
+            text = "\n\n".join(y if x == y else wrap(y, max(100, *map(len, x.splitlines())))
+                               for x, y in zip(old, new, strict=True))
     return text, missing
 
 def uncovered(text, file):

@@ -188,12 +188,15 @@ def test_methods_on_fixed_problems(runs):
 
 def test_tables_of_evaluations(runs):
     write_evaluation(runs / "evaluate0")
-    write_evaluation(runs / "evaluate-critical", 0.9, checkpoint="runs/critical-12ab34cd-seed0")
+    write_run(runs / "sharp", 0.9, 0.7, alpha=0.2)
+    for folder in ("critical0", "sharp", "gone-12ab-seed0"):
+        write_evaluation(runs / f"evaluate-{folder}", 0.9, checkpoint=f"somewhere/{folder}")
     data = collected(runs)
     assert tables.gap(data)[1][1] == "-0.070 (-0.080 to -0.060)"
-    assert [row[:4] for row in tables.digits(data)[1:4]] == [
-        ["pretrained", "sampled", "31.0", "31.0"], ["pretrained", "greedy", "99.0", "99.0"],
-        ["critical", "sampled", "90.0", "90.0"]]
+    table = tables.digits(data)
+    assert table[1][:4] == ["pretrained", "sampled", "31.0", "31.0"]
+    assert table[4][:4] == ["critical", "greedy", "99.0", "99.0"]
+    assert [row[0] for row in table[3:-1:2]] == ["critical", "critical, alpha 0.2", "gone-12ab"]
     assert sentences.definition(data) == ["378", "180", "175", "174", "99"]
     assert sentences.answers(data) == ["31", "30 to 32", "99", "98 to 100"]
     write_evaluation(runs / "evaluate1", dial=0.1)
@@ -220,6 +223,13 @@ def test_fill_replaces_numbers_across_lines_and_wraps(one_sentence):
         "  seeds) yes no ."]
     assert f"\n{200 * 'z'}\n" in text
     assert tables.fill(text, "text", None)[0] == text
+    longer = f"{98 * 'x'} y\nAt alpha = 2 critical ends 3 points above (nine seeds)\n\n{120 * 'z'}"
+    assert tables.fill(longer, "text", None)[0] == longer.replace("ends 3", "ends 1.5 ± 0.5")
+
+def test_markdown_and_wrapping():
+    assert tables.markdown([["", "a"], ["b", 1], ["", ""]]).splitlines() == [
+        "| | a |", "|---|---|", "| b | 1 |", "| | |"]
+    assert tables.wrap(f"{90 * 'x'} ab 94 / 93 or", 100) == f"{90 * 'x'} ab\n94 / 93 or"
 
 def test_fill_says_what_it_cannot_make(one_sentence, runs):
     text = "<!-- table: beta -->\n| old |\n\n<!-- table: readme -->\n\nNo sentence.\n"
