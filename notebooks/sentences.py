@@ -10,7 +10,7 @@ whose numbers are names, settings in passing, or others' results.
 """
 import math
 
-from collect import Missing, both, by_seed, mean, paired, pick, plain
+from collect import Missing, both, by_seed, paired, pick, plain
 
 import critkl
 

@@ -60,12 +60,12 @@ def example(data):
     if row is None:
         raise Missing("no run with --mode critical --seed 0")
 
-    def three(name):
+    def triple(name):
         return [row[name + end] for end in ("", " low", " high")]
 
     summary = dict(
-        intervals=dict(pretrained_accuracy={name: three(f"{name} before") for name in ("N", "N+1")},
-                       accuracy={name: three(f"{name} after") for name in ("N", "N+1")}),
+        intervals=dict(pretrained_accuracy={name: triple(f"{name} before") for name in ("N", "N+1")},
+                       accuracy={name: triple(f"{name} after") for name in ("N", "N+1")}),
         critical_tokens={"_comma": {when: row[f"commas {when}"] for when in ("before", "after")}},
         seconds=dict(pretrain=row["seconds pretrain"], rl=row["seconds rl"]),
         peak_memory_mb=row["peak MB"])
@@ -76,7 +76,8 @@ def example(data):
 def compare(data, *names, free=()):
     """A row for each value of the settings `names`, N / N+1 of each penalty over the seeds that all
     of the row have. `free`: settings that `names` stands for."""
-    found = {mode: pick(data.runs, *names, *free, mode=mode) for mode in PENALTIES}
+    trained = [row for row in data.runs if row["iterations"]]
+    found = {mode: pick(trained, *names, *free, mode=mode) for mode in PENALTIES}
     if len({tuple(row[name] for name in names) for row in sum(found.values(), [])}) < 2:
         raise Missing(f"no runs with other {' or '.join(names)}")
     table = [[*(name.replace("_", " ") for name in names), "seeds", "pretrained", *PENALTIES,
@@ -87,7 +88,7 @@ def compare(data, *names, free=()):
         groups = {}
         for mode, rows in found.items():
             idle = plots.IDLE.get(mode, ())   # has no effect, so these runs count for each value
-            groups[mode] = by_seed([row for row in rows if row["iterations"] and all(
+            groups[mode] = by_seed([row for row in rows if all(
                 row[name] == x for name, x in zip(names, key) if name not in idle)])
         shared = set.intersection(*(set(rows) for rows in groups.values() if rows))
         groups = {mode: [rows[seed] for seed in sorted(shared) if rows]
@@ -116,12 +117,14 @@ def methods(data):
     if not sets:
         raise Missing("no runs with --mode none --fixed")
     rows = max(sets.values(), key=len)
-    table = [["method", "seeds", "reward, first", "reward, last", "N", "N+1",
+    table = [["method", "seeds", "reward, first", "reward, last", "less that of `ppo`", "N", "N+1",
               "smallest pi - mu, mean", "masked", "bad updates"]]
+    ppo = [row for row in rows if row["region"] == "`ppo`"]
     for method in dict.fromkeys(row["region"] for row in rows):
         group = [row for row in rows if row["region"] == method]
         cells = [mean(group, name) for name in
                  ("reward first", "reward last", "N after", "N+1 after")]
+        cells.insert(2, paired(group, ppo, "reward last") if ppo and group[0] not in ppo else "")
         table.append([method, len(by_seed(group)), *cells, mean(group, "drift_min mean", 0),
                       mean(group, "masked mean", 2), mean(group, "bad mean", 3)])
     return table

@@ -183,8 +183,9 @@ def test_methods_on_fixed_problems(runs):
     write_run(runs / "b", 0.9, 0.7, 0.5, **strain, method="negative_only", delta=0.8)
     write_run(runs / "c", 0.9, 0.7, mode="none", fixed=8)
     assert tables.methods(collected(runs))[1:] == [
-        ["`negative_only`, delta 0.8", 1, "25.0", "50.0", "90.0", "70.0", "-60", "2.00", "0.200"],
-        ["`ppo`", 1, "25.0", "75.0", "90.0", "70.0", "-60", "2.00", "0.200"]]
+        ["`negative_only`, delta 0.8", 1, "25.0", "50.0", "-25.0", "90.0", "70.0", "-60", "2.00",
+         "0.200"],
+        ["`ppo`", 1, "25.0", "75.0", "", "90.0", "70.0", "-60", "2.00", "0.200"]]
 
 def test_tables_of_evaluations(runs):
     write_evaluation(runs / "evaluate0")
