@@ -47,8 +47,8 @@ def with_interval(name, numbers):
 def read_settings(folder, note):
     config = json.loads((folder / "config.json").read_text())
     settings = config["settings"]
-    row = {name: float(x) if isinstance(x, int) else x
-           for name, x in settings.items() if name not in PLACE}
+    row = DEFAULTS | {name: float(x) if isinstance(x, int) else x
+                      for name, x in settings.items() if name not in PLACE}
     policy = policy_of(folder.parent, settings["checkpoint"])
     return row | dict(note=note, policy=policy, python=config["python"], torch=config["torch"])
 

@@ -63,9 +63,10 @@ def example(data):
     def triple(name):
         return [row[name + end] for end in ("", " low", " high")]
 
+    before, after = ({name: triple(f"{name} {when}") for name in ("N", "N+1")}
+                     for when in ("before", "after"))
     summary = dict(
-        intervals=dict(pretrained_accuracy={name: triple(f"{name} before") for name in ("N", "N+1")},
-                       accuracy={name: triple(f"{name} after") for name in ("N", "N+1")}),
+        intervals=dict(pretrained_accuracy=before, accuracy=after),
         critical_tokens={"_comma": {when: row[f"commas {when}"] for when in ("before", "after")}},
         seconds=dict(pretrain=row["seconds pretrain"], rl=row["seconds rl"]),
         peak_memory_mb=row["peak MB"])
