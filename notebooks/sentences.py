@@ -1,0 +1,158 @@
+"""sentences: those of README.md and results.md with numbers that runs or settings decide.
+
+SENTENCES has of each file pairs: the words, with {} for every number, and a function of the data
+(collect.load) that gives the numbers in their order. tables.py writes them into the text, where
+the words must occur just so; where lines are broken does not matter. A {} stands for a number, a
+number word up to twelve, or several with ±, / or "to" between them: 98 / 97.
+
+ALLOWED are the other numbers of the parts that test_tables.py looks through: patterns of phrases
+whose numbers are names, settings in passing, or others' results.
+"""
+import math
+
+from collect import Missing, both, by_seed, paired, pick, plain
+
+import critkl
+
+DEFAULT = critkl.Config()
+WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
+
+def count(rows):
+    """How many seeds, in words."""
+    n = len(by_seed(rows))
+    return WORDS[n] if n < len(WORDS) else str(n)
+
+def runs(data, mode, seed=None, **given):
+    """The finished runs of a mode and settings, of one seed or all."""
+    found = [row for row in pick(data.runs, mode=mode, **given) if seed in (None, row["seed"])]
+    if not found:
+        raise Missing(f"no runs with {dict(mode=mode, **given)}")
+    return found
+
+def evaluation(data, seed=0):
+    found = [row for row in pick(data.evaluations, mode="evaluate") if row["seed"] == seed]
+    if not found:
+        raise Missing(f"no run with --mode evaluate --seed {seed}")
+    return by_seed(found)[seed]
+
+def elsewhere(data, mode):
+    """Runs of seed 0 under ATEN_CPU_CAPABILITY=default."""
+    rows = pick(data.all_runs, "note", mode=mode)
+    rows = [row for row in rows if row["seed"] == 0 and "CAPABILITY=default" in str(row["note"])]
+    if not rows:
+        raise Missing("no runs with --note ATEN_CPU_CAPABILITY=default")
+    return rows
+
+def measured(data, *names):
+    try:
+        return [data.measured[name] for name in names]
+    except KeyError as error:
+        raise Missing(f"measured.json has no {error}") from None
+
+def whole(data):
+    """Minutes of the main command with one thread and two, and its memory in GB."""
+    one, two = [measured(data, "whole process")[0][f"{n} thread{s}"]
+                for n, s in (("one", ""), ("two", "s"))]
+    minutes = [f"{run['seconds'] / 60:.0f}" for run in (one, two)]
+    return [*minutes, f"{one['peak MB'] / 1000:.1f}"]
+
+def gap(data, mode, other, column="N+1 after"):
+    return paired(runs(data, mode), runs(data, other), column)
+
+def of_seeds(data, *cases):
+    """ "84 / 88" for each pair (mode, seed)."""
+    return [both(runs(data, mode, seed)) for mode, seed in cases]
+
+def small_alphas(data):
+    """The standard penalty with alpha 0.02 and 0.2: means, and how many seeds."""
+    rows = [runs(data, "standard", alpha=alpha) for alpha in (0.02, 0.2)]
+    N, longer = (sum(float(plain(group, f"{x} after", 3)) for group in rows) / 2
+                 for x in ("N", "N+1"))
+    return [f"{N:.0f} / {longer:.0f}", count(min(rows, key=len))]
+
+def machine(data):
+    row = runs(data, "critical", 0)[0]
+    return [*measured(data, "GFLOP/s a core"), row["python"].rpartition(".")[0],
+            row["torch"].partition("+")[0]]
+
+def definition(data):
+    row = evaluation(data)
+    shares = row["uncertain"], row["uncertain and decisive"], row["all three"]
+    return [f"{x:.0f}" for x in (row["listed"], *shares, 100 * shares[2] / shares[1])]
+
+def answers(data):
+    """Right answers at N+1 in %: sampled and greedy, each with its interval."""
+    row, numbers = evaluation(data), []
+    for kind in ("sampled", "greedy"):
+        name = f"varying N+1 {kind}"
+        mean, low, high = (100 * row[name + end] for end in ("", " low", " high"))
+        numbers += [f"{mean:.0f}", f"{low:.0f} to {high:.0f}"]
+    return numbers
+
+FALLS_SHORT = [("critical", 4), ("critical", 6), ("none", 4), ("none", 6)]
+
+README = [
+    ("A language model of {} parameters",
+     lambda data: [f"{runs(data, 'critical', 0)[0]['parameters']:,.0f}"]),
+    ("up to {} digits (N = {})", lambda data: [WORDS[DEFAULT.digits], f"{DEFAULT.digits}"]),
+    ("reinforcement learning on {} (N+1)", lambda data: [WORDS[DEFAULT.digits + DEFAULT.extra]]),
+    ("With beta = {} only sure tokens are held", lambda data: [f"{DEFAULT.beta:g}"]),
+    ("Mean over {} seeds and its 95% interval.",
+     lambda data: [str(len(by_seed(runs(data, "critical"))))]),
+    ("At the same alpha = {} the standard", lambda data: [f"{DEFAULT.alpha:g}"]),
+    ("# {} minutes on one thread, {} with --threads 2; {} GB", whole),
+    ("# {} minutes on two cores", lambda data: measured(data, "tests, minutes")),
+    ("some {} GFLOP/s in float32 a core; Linux, Python {}, torch {}, CPU", machine),
+    ("it is {} (N / N+1) before and {} after.",
+     lambda data: [both(elsewhere(data, "critical"), "before", 1),
+                   both(elsewhere(data, "critical"), "after", 1)]),
+    ("At alpha = {} critical ends {} points above standard at N+1 (paired)",
+     lambda data: [f"{DEFAULT.alpha:g}", gap(data, "critical", "standard")]),
+    ("with alpha 0.02 or 0.2 the standard penalty does as well ({} on {} seeds)", small_alphas),
+    ("so does no penalty in {} iterations", lambda data: [f"{DEFAULT.iterations}"]),
+    ("there critical ends at {} and {}, none at {} and {}.",
+     lambda data: of_seeds(data, *FALLS_SHORT)),
+    ("`dial` = {} of the pretraining problems", lambda data: [f"{DEFAULT.dial:g}"]),
+    ("with probability `mistakes` = {}", lambda data: [f"{DEFAULT.mistakes:g}"]),
+    ("which are right before RL ({}% at N+1)", lambda data: answers(data)[2:3])]
+
+RESULTS = [
+    ("N = {} unless said", lambda data: [f"{DEFAULT.digits}"]),
+    ("the critical penalty ends {} points above the standard one at N+1, paired by seed",
+     lambda data: [gap(data, "critical", "standard")]),
+    ("the standard penalty holds the n+1 commas ({}% before, {}% after), the critical one frees "
+     "them ({}%)",
+     lambda data: [plain(runs(data, "standard"), "commas before"),
+                   plain(runs(data, "standard"), "commas after"),
+                   plain(runs(data, "critical"), "commas after", 1)]),
+    ("In {} iterations no penalty at all does as well at N+1 (critical less none: {}), and on most "
+     "seeds at N (critical less none: {})",
+     lambda data: [f"{DEFAULT.iterations}", gap(data, "critical", "none"),
+                   gap(data, "critical", "none", "N after")]),
+    ("Seeds 4 and 6 fall short: {} and {} with the critical penalty, {} and {} with none.",
+     lambda data: of_seeds(data, *FALLS_SHORT)),
+    ("the line of such a result has {} and {}%, on the other seeds {}%",
+     lambda data: measured(data, "result line of seed 4, %", "result line of seed 6, %",
+                           "result line of the others, %")),
+    ("do not prevent it on seed 4 ({} and {}, {} problems)",
+     lambda data: [both(runs(data, "critical", 4, alpha=5.0)),
+                   both(runs(data, "critical", 4, lr=2e-4)),
+                   f"{runs(data, 'critical', 4, lr=2e-4)[0]['test_problems']:.0f}"]),
+    ("at alpha {} the standard penalty stops learning", lambda data: [f"{DEFAULT.alpha:g}"]),
+    ("in % (mean over {} seeds)", lambda data: [count(runs(data, "critical"))]),
+    ("cannot be below {} (log 2 / log {})",
+     lambda data: [f"{-math.log(2) / math.log(len(critkl.VOCABULARY)):.3f}",
+                   str(len(critkl.VOCABULARY))]),
+    ("{} are on the paper's list, {} are uncertain (J below 0.9 and among the ten lowest of the "
+     "answer), {} of these are decisive, and {} of these are on the list ({}%)", definition),
+    ("Sampled answers are right in {}% ({}) at N+1, greedy ones in {}% ({})", answers)]
+
+SENTENCES = {
+    "README.md": README, "notebooks/results.md": RESULTS, "notebooks/speed.md": []}
+
+ALLOWED = [
+    r"`[^`]*`", r"\]\([^)]*\)", r"(?<!\w)--?[a-z-]+ \w+", r"arXiv [\d.]+", r"[Vv]ersion [\d.]+",
+    r"\[[VQ]\] fig\. \d", r"notebook \d", r"[Nn]\+\d", r"95% interval", r"Intervals are 95%",
+    r"[Ss]eeds? \d( and \d)?", r"Alpha 5", r"2e-4", r"nine seeds at 2", r"alpha 0\.02 or 0\.2",
+    r"beta = 0 is", r"J below 0\.9", r"lines? \d( to \d)?", r"\d+\+\d+", r"50 answers", r"log 2 /",
+    r"float32", r"Zen 3", r"AVX2", r"AVX-512", r"1 where it is sure", r"85M parameters, N = 7"]
