@@ -4,8 +4,7 @@
     python plots.py runs/a runs/b --out figures  some runs only, into another folder
 
 Writes FIGURES (below), results.md and answers.html. Runs that differ in the seed alone are a group;
-shown are the mean over its seeds and the 95% interval of that mean. A picture shows groups alike in
-all settings but those it is about. Of several such sets that with the most runs is drawn.
+shown are mean and 95% interval. A picture compares groups alike in all but what it is about.
 """
 import os
 import signal
@@ -49,11 +48,9 @@ BOUNDS = ("trust_region", "ratio_cap", "anchor", "eps_low", "eps_high", "relax",
           "divergence", "top_k", "delta")
 
 def say(text):
-    """Print a line. A standard output that is closed or cannot show a name stops nothing."""
+    """Print a line. A standard output that is closed stops nothing."""
     try:
         print(text, flush=True)
-    except UnicodeEncodeError:
-        print(str(text).encode("ascii", "backslashreplace").decode(), flush=True)
     except (OSError, ValueError):
         sys.stdout = None
 
@@ -489,14 +486,14 @@ def main(argv=None):
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help="runs, or what holds them")
     parser.add_argument("--out", metavar="DIR", help="where to write (default: the first FOLDER)")
     args = parser.parse_args(argv)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a name that it cannot show
     try:
         with matplotlib.style.context(STYLE, after_reset=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of characters that no font has
             write_all(read_groups(args.folders), Path(args.out or args.folders[0]).expanduser())
     except OSError as error:
         parser.error(" ".join(str(error).split()))
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 if __name__ == "__main__":
