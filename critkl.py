@@ -122,7 +122,7 @@ class Config:
     pretrain_lr: float = option(0.01, "its learning rate (falls linearly to 0)", 0, 1)
     pretrain_weight_decay: float = option(0.1, "weight decay of the hidden matrices", 0, 1)
     # RL
-    iterations: int = option(25, "RL iterations: one batch of rollouts each", 0, 10**9,
+    iterations: int = option(20, "RL iterations: one batch of rollouts each", 0, 10**9,
                              needs=("mode", RL_MODES))
     episodes: int = option(64, "rollouts per iteration", 1, 4096, needs=NEEDS_RL)
     epochs: int = option(2, "passes over each batch of rollouts", 1, 100, needs=NEEDS_RL)
