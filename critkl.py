@@ -460,11 +460,11 @@ def pretraining_step(model, optimizers, examples, lr):
     loss.backward()
     average_gradients(model, mask.sum())
     gradient = nn.utils.clip_grad_norm_(model.parameters(), math.inf)    # its norm, clips nothing
-    require_finite(dict(loss=loss.detach(), gradient=gradient), "pretraining")
+    info = require_finite(dict(loss=loss.detach(), gradient=gradient), "pretraining")
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] = lr
         optimizer.step()
-    return loss.detach()
+    return info["loss"]
 
 def pretrain(cfg, log):
     """The pretrained model of `cfg` and the seconds it took. It is kept in a file; one that was
@@ -726,6 +726,7 @@ class Batch:
 
     def take(self, rows):
         """The Batch of some rows, without the padding that they all share."""
+        rows = torch.tensor(rows, device=self.mask.device)
         T = int(self.mask[rows].any(0).nonzero().max()) + 1
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return Batch(**{name: x if x is None else x[rows, :T] for name, x in tensors.items()})
