@@ -55,7 +55,6 @@ import re
 import shlex
 import signal
 import sys
-import threading
 import time
 import zlib
 from dataclasses import asdict, dataclass, field, fields
@@ -881,12 +880,12 @@ def policy_diagnostics(logp, logp_mu, advantages, mask, keep):
 
 def require_finite(info, what):
     """The dict of 0-dimensional tensors as numbers. Raises UserError where one is not finite."""
-    names = list(info)
-    numbers = torch.stack([x.float() for x in info.values()]).tolist()     # one transfer for all
-    for name, number in zip(names, numbers):
+    numbers = torch.stack([x.float() for x in info.values()]).tolist()    # one transfer for all
+    info = dict(zip(info, numbers))
+    for name, number in info.items():
         if not math.isfinite(number):
             raise UserError(f"{what}: {name} is {number}; stopped before the step")
-    return dict(zip(names, numbers))
+    return info
 
 def merge_infos(infos):
     """One dict of the minibatches' diagnostics, of all processes: the largest of ..._max, the
@@ -936,8 +935,7 @@ def trust_region_inputs(logits, batch, cfg):
 
 class Muon(torch.optim.Optimizer):
     """Momentum whose step is orthogonalized, for matrices (D3); Jordan et al. 2024. That of
-    torch.optim does it in bfloat16, which most CPUs lack: there it took a quarter of a step, this
-    3%."""
+    torch.optim does it in bfloat16, in which most CPUs are slow."""
 
     def __init__(self, params, lr, weight_decay, momentum=0.95):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
@@ -1001,7 +999,7 @@ def generate_drafted(policy, prompts, drafts, limit, noise=None, chunk=24):
     # Of the R rows that still write: text holds settled tokens and then the guess, `settled` is the
     # position of the last settled token, `shift` how far ahead of it the draft is read.
     rows = torch.arange(B, device=device)
-    text = draft.clone()
+    text = draft
     settled = torch.zeros_like(begin)
     shift = torch.zeros_like(begin)
     first_pass = True
@@ -1016,19 +1014,15 @@ def generate_drafted(policy, prompts, drafts, limit, noise=None, chunk=24):
         values[rows[:, None], position] = value
         if noise is not None:
             out = out + noise[rows[:, None], position + 1]
-        sampled = out.argmax(-1)
         guess = text.gather(1, position + 1)
         in_response = position + 1 >= begin[rows, None]
-        wrong = (sampled != guess) & in_response
+        token = torch.where(in_response, out.argmax(-1), guess)
+        wrong = token != guess
         missed = wrong.any(1)
         kept = torch.where(missed, wrong.int().argmax(1), reading - 1)
         settled = settled + kept + 1
-        right_token = text.gather(1, settled[:, None])
-        sampled_token = sampled.gather(1, kept[:, None])
-        token = torch.where(missed[:, None], sampled_token, right_token)
-        text = text.scatter(1, settled[:, None], token)
-        found = resume_shift(draft[rows], text, settled, shift)
-        shift = torch.where(missed, found, shift)
+        text = text.scatter(1, settled[:, None], token.gather(1, kept[:, None]))
+        shift = torch.where(missed, resume_shift(draft[rows], text, settled, shift), shift)
         ahead = (column + shift[:, None]).clamp(0, size - 1)
         text = torch.where(column > settled[:, None], draft[rows].gather(1, ahead), text)
 
@@ -1043,8 +1037,7 @@ def generate_drafted(policy, prompts, drafts, limit, noise=None, chunk=24):
             settled, shift = settled[going], shift[going]
         reading, first_pass = chunk, False
     L = int(length.max())
-    past_end = column >= length[:, None]
-    ids = ids.masked_fill(past_end, TOKEN_ID[PAD])
+    ids = ids.masked_fill(column >= length[:, None], TOKEN_ID[PAD])
     return ids[:, :L], response_mask(begin, length, L), logits[:, :L - 1], values[:, :L - 1]
 
 def resume_shift(draft, text, settled, shift, match=4):
@@ -1055,15 +1048,13 @@ def resume_shift(draft, text, settled, shift, match=4):
     "[2,0,3]", a list that is closed early. Its end "0,3]" reads like the draft's "3,3]", two
     characters later, so the next guess is " + [5,1,". Without such a place the shift stays.
     """
-    size = draft.shape[1]
-    device = draft.device
-    back = torch.arange(1 - match, 1, device=device)
+    back = torch.arange(1 - match, 1, device=draft.device)
     recent = text.gather(1, (settled[:, None] + back).clamp(min=0))
     windows = digits_alike(draft).unfold(1, match, 1)                # (R, size - match + 1, match)
     alike = (windows == digits_alike(recent)[:, None]).all(-1)
-    place = torch.arange(match - 1, size, device=device)             # where each window ends
+    place = torch.arange(match - 1, draft.shape[1], device=draft.device)    # where a window ends
     distance = (place - (settled + shift)[:, None]).abs()
-    nearest = torch.where(alike, distance, size).argmin(1) + match - 1
+    nearest = torch.where(alike, distance, draft.shape[1]).argmin(1) + match - 1
     return torch.where(alike.any(1), nearest - settled, shift)
 
 def digits_alike(ids):
@@ -1146,9 +1137,9 @@ def force(policy, problems, places, wrong=True):
     starts, drafts, put = [], [], []
     for i, index in places:
         begin, true = prompt(*problems[i]), scratchpad(*problems[i])
-        likeliest, second = decode(logits[i, len(begin) - 1 + index].topk(2).indices)
         character = true[index]
         if wrong:
+            likeliest, second = decode(logits[i, len(begin) - 1 + index].topk(2).indices)
             character = likeliest if likeliest != true[index] else second
         put.append(character)
         starts.append(encode(begin + true[:index] + character))
@@ -1179,9 +1170,9 @@ def test_accuracy(model, cfg, count, log=None):
     intervals = {}
     for k in (0, cfg.extra):
         problems = test_set(cfg.digits + k, count, cfg.seed)
-        expected, found = examine(model, problems, cfg.digits, log)
+        expected, critical = examine(model, problems, cfg.digits, log)
         intervals[SETS[k]] = interval(expected)
-    return intervals, found
+    return intervals, critical
 
 def draw_problems(iteration, fixed, cfg):
     """The problems of an iteration, each as often as its group has answers."""
@@ -1219,16 +1210,12 @@ def my_share(rows):
     return rows[RANK::WORLD]
 
 def all_ranks(value):
-    """The list of every process's value, in rank order."""
+    """The list of every process's value, in rank order. Nobody goes on before all are here."""
     if WORLD == 1:
         return [value]
     values = [None] * WORLD
     torch.distributed.all_gather_object(values, value)
     return values
-
-def barrier():
-    """Nobody goes on before all are here."""
-    all_ranks(None)
 
 def gather_rows(mine):
     """The rows that `my_share` split, (n, L, ...) of each process, as one (B, longest L, ...)."""
@@ -1250,31 +1237,18 @@ def average_gradients(model, tokens):
     nn.utils.vector_to_parameters(vector[:-1] / vector[-1], gradients)
 
 def join_processes(cfg):
-    """Set RANK and WORLD from torchrun's environment and join the others. Raises UserError."""
+    """Set RANK and WORLD and join the others, if torchrun started this process. Raises UserError
+    where the processes cannot share the work."""
     global RANK, WORLD
-    RANK, WORLD = 0, 1
-    names = ("RANK", "WORLD_SIZE")
-    texts = [os.environ.get(name) for name in names]
-    if texts == [None, None]:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    RANK = int(os.environ["RANK"]) if by_torchrun else 0
+    WORLD = int(os.environ["WORLD_SIZE"]) if by_torchrun else 1
+    if WORLD == 1:
         return
-    said = " ".join(f"{name}={text}" for name, text in zip(names, texts) if text is not None)
-    try:
-        rank, world = int(texts[0]), int(texts[1])
-    except (TypeError, ValueError):
-        rank, world = -1, 0
-    if not 0 <= rank < world:
-        raise UserError(f"environment {said}: allowed is what torchrun sets; else unset both")
-    if world == 1:
-        return
-    if cfg.mode not in TRAINING_MODES or cfg.minibatch % world or cfg.pretrain_batch % world:
-        raise UserError(f"{world} processes: they must divide --minibatch {cfg.minibatch} and "
+    if cfg.mode not in TRAINING_MODES or cfg.minibatch % WORLD or cfg.pretrain_batch % WORLD:
+        raise UserError(f"{WORLD} processes: they must divide --minibatch {cfg.minibatch} and "
                         f"--pretrain-batch {cfg.pretrain_batch}, and can only train")
-    try:
-        backend = "nccl" if cfg.device.startswith("cuda") else "gloo"
-        torch.distributed.init_process_group(backend)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"environment {said}: the processes did not find each other ({error})")
-    RANK, WORLD = rank, world
+    torch.distributed.init_process_group("nccl" if cfg.device.startswith("cuda") else "gloo")
 
 # ---- Files. Each is written beside its place and renamed, so that it is whole or absent.
 
@@ -1287,7 +1261,6 @@ def write(path, content):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "xb") as file:
-            lock(file)
             if path.suffix == ".pt":
                 torch.save(content | dict(digest=digest(content)), file)
             elif path.suffix == ".json":
@@ -1297,30 +1270,13 @@ def write(path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+        for old in path.parent.glob(f".{path.name}.*.critkl"):       # of a writer that was killed
+            if time.time() - old.stat().st_mtime > 3600:
+                old.unlink(missing_ok=True)
     except (OSError, RuntimeError) as error:                         # torch raises both
         raise UserError(f"{path}: cannot be written: {error}") from None
     finally:
         beside.unlink(missing_ok=True)
-
-def lock(file):
-    """Lock an open file until it is closed. False if another process has, or no system can."""
-    try:
-        import fcntl                                                 # Windows has none
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except (ImportError, OSError):
-        return False
-
-def remove_leftovers(folder):
-    """Delete the temporary files of writers that were killed: nobody holds their lock any more."""
-    for path in folder.glob(".*.critkl") if RANK == 0 else ():
-        try:
-            old = time.time() - path.stat().st_mtime > 1           # else perhaps not yet locked
-            with open(path, "rb") as file:
-                if old and lock(file):
-                    path.unlink(missing_ok=True)
-        except OSError:
-            continue
 
 def digest(value):
     """SHA-256 of tensors, plain values, and dicts and lists of them: changes with every bit."""
@@ -1334,29 +1290,43 @@ def digest(value):
         content = repr(value).encode()
     return hashlib.sha256(content).hexdigest()
 
-def load(path, device="cpu"):
+def save(path, settings, parts, **more):
+    """Write a checkpoint: the states of its parts (name to model or optimizer), and more. Raises
+    UserError where a weight is not finite; the file that was there stays."""
+    for part in parts.values():
+        if isinstance(part, nn.Module) and not all(p.isfinite().all() for p in part.parameters()):
+            raise UserError(f"{path}: not written, a weight is not finite; what was there stays")
+    states = {name: part.state_dict() for name, part in parts.items()}
+    write(path, states | more | dict(version=VERSION, settings=settings))
+    all_ranks(None)                                                  # none ends before it is saved
+
+def load(path, settings, device="cpu"):
     """The dict in a checkpoint. Nothing is unpickled but tensors and plain values. Raises UserError
-    on one that is damaged or of another version."""
+    on one that is damaged, of another version or of other settings than these."""
     try:
-        content = dict(torch.load(path, map_location=device, weights_only=True))
-        whole = content.pop("digest") == digest(content)
-        version = content["version"]
+        content = torch.load(path, map_location=device, weights_only=True)
+        if content.pop("digest") != digest(content):
+            raise ValueError
+        found = content["settings"] | dict(version=content["version"])
     except Exception as error:  # what torch.load raises on other files is not documented
         raise UserError(f"{path}: not a checkpoint of critkl, or damaged "
                         f"({type(error).__name__})") from None
-    if not whole:
-        raise UserError(f"{path}: damaged, its checksum is another")
-    if version != VERSION:
-        raise UserError(f"{path}: made by version {version}, this is {VERSION}")
+    require_settings(path, found, settings | dict(version=VERSION))
     return content
 
-def read_json(path):
-    """The dict in a JSON file; {} where there is none, or it is damaged."""
+def restore(path, saved, parts):
+    """Put what `load` returned into the parts. Raises UserError where it does not fit."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    except (KeyError, ValueError, RuntimeError) as error:            # the code was changed
+        raise UserError(f"{path}: does not fit this model ({type(error).__name__})") from None
+
+def require_settings(path, found, expected):
+    """Raises UserError where a file or folder has other settings than expected."""
+    for name, value in expected.items():
+        if found.get(name) != value:
+            raise UserError(f"{path}: has {name} {found.get(name)}, not {value}")
 
 def csv_text(rows):
     """Dicts of numbers as CSV; a name that a row lacks is empty there."""
@@ -1365,26 +1335,6 @@ def csv_text(rows):
     for row in rows:
         lines.append(",".join(f"{row[name]:.6g}" if name in row else "" for name in names))
     return "\n".join(lines) + "\n"
-
-def require_finite_weights(what, model):
-    """Raises UserError where a weight is not finite: it is neither saved nor used."""
-    if not all(p.isfinite().all() for p in model.parameters()):
-        raise UserError(f"{what}: a weight is not finite")
-
-def restore(path, saved, total, parts):
-    """Put the states in a checkpoint into its parts (name to model or optimizer). Raises UserError
-    where they do not fit, or its count of steps is none."""
-    done = saved.get("done")
-    if type(done) is not int or not 0 <= done <= total:
-        raise UserError(f"{path}: damaged, it is at step {done} of {total}")
-    try:
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise UserError(f"{path}: does not fit these settings ({type(error).__name__})") from None
-    for name, part in parts.items():
-        if isinstance(part, nn.Module):
-            require_finite_weights(f"{path}, {name}", part)
 
 def peak_memory_mb(device):
     """Peak of this process on the CPU, of the allocator on CUDA, in MB; None where unknown."""
@@ -1399,38 +1349,31 @@ def peak_memory_mb(device):
 
 # ---- What a run prints, and how it is stopped.
 
-class Stopped(Exception):
-    """Asked to stop, and everything is saved: exit code 130."""
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
+           if hasattr(signal, name)]                                 # Windows has no SIGHUP
 
 class Log:
     """Prints: one live line on a terminal, elsewhere a plain line every 20 seconds.
 
-    As a context it also holds Ctrl-C, SIGTERM and SIGHUP. The first of them asks for a stop at the
-    next whole step, which a loop that saves looks up in `stop_requested`. A second one stops at
-    once, and so does one while no such loop runs (`patient` is False).
+    As a context it also holds Ctrl-C, SIGTERM and SIGHUP. Where a loop can save (`patient`), the
+    first of them asks it to stop after a whole step (`stop_requested`). All others stop at once.
     """
 
     def __init__(self, quiet=False):
-        open_stdout = sys.stdout is not None and not sys.stdout.closed
-        self.live = open_stdout and sys.stdout.isatty()
-        self.quiet = quiet or not open_stdout
-        self.last = 0.0
+        self.quiet = quiet or RANK > 0
+        self.live = sys.stdout.isatty()
+        self.last = 0.0                                              # time of the last progress
         self.first = {}                                              # step and time each began with
         self.patient = self.stop_requested = False
-        self.handlers = {}
-        if open_stdout and hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")                 # a name it cannot show
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():    # others get no signals
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                if hasattr(signal, name):                            # Windows has no SIGHUP
-                    number = getattr(signal, name)
-                    self.handlers[number] = signal.signal(number, self.on_signal)
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")                 # a name it cannot show
+        self.handlers = [signal.signal(number, self.on_signal) for number in SIGNALS]
         return self
 
     def __exit__(self, *_):
-        for number, handler in self.handlers.items():
+        for number, handler in zip(SIGNALS, self.handlers):
             signal.signal(number, handler)
 
     def on_signal(self, *_):
@@ -1439,11 +1382,11 @@ class Log:
         self.stop_requested = True
 
     def line(self, text, end="\n"):
-        if self.quiet or RANK > 0:
+        if self.quiet:
             return
         try:
             print(("\r\033[K" if self.live else "") + text, end=end, flush=True)
-        except (OSError, ValueError):                                # a closed pipe: go on silent
+        except OSError:                                              # a closed pipe: go on silent
             self.quiet = True
             sys.stdout = open(os.devnull, "w")
 
@@ -1472,13 +1415,6 @@ def new_model(cfg):
     model.temperature = cfg.temperature
     return model
 
-def run_folder(cfg):
-    """The folder of a run: its mode, a hash of its settings (or --name), its seed."""
-    settings = settings_that_count(cfg) | versions()
-    del settings["seed"]
-    name = cfg.name or digest(settings)[:8]
-    return Path(cfg.out).expanduser() / f"{cfg.mode}-{name}-seed{cfg.seed}"
-
 def settings_that_count(cfg):
     """The settings that decide what a run computes."""
     return {name: value for name, value in asdict(cfg).items() if name not in FREE_FIELDS}
@@ -1487,27 +1423,29 @@ def versions():
     """What else decides the numbers of a run."""
     return dict(version=VERSION, torch=str(torch.__version__), processes=WORLD)
 
-def read_settings(folder):
-    """The settings in a run folder's config.json. Raises UserError."""
-    settings = read_json(Path(folder) / "config.json").get("settings")
-    if not isinstance(settings, dict):
-        raise UserError(f"{folder}: not a run folder, or its config.json is damaged")
-    return settings
+def run_folder(cfg):
+    """The folder of a run: its mode, a hash of its settings (or --name), its seed."""
+    settings = settings_that_count(cfg) | versions()
+    del settings["seed"]
+    name = cfg.name or digest(settings)[:8]
+    return Path(cfg.out).expanduser() / f"{cfg.mode}-{name}-seed{cfg.seed}"
 
-def require_settings(folder, cfg, names):
-    """Raises UserError where a run folder holds other settings of these names."""
-    settings = read_settings(folder)
-    for name in names:
-        if settings.get(name) != getattr(cfg, name):
-            raise UserError(f"{folder}: holds a run with {name} {settings.get(name)}, "
-                            f"not {getattr(cfg, name)}")
+def read_config(folder):
+    """The Config in a run folder's config.json. Raises UserError."""
+    try:
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        cfg = Config(**json.loads(text)["settings"])
+        check(cfg)
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{folder}: not a run folder of this version, or its config.json is "
+                        "damaged") from None
+    return cfg
 
 def open_run(cfg, folder):
     """Make a run folder, or check that the one there has the same settings. Raises UserError."""
-    remove_leftovers(folder)
     if (folder / "config.json").exists():
-        require_settings(folder, cfg, settings_that_count(cfg))
-    if not (folder / "checkpoint.pt").exists() and not (folder / "summary.json").exists():
+        require_settings(folder, asdict(read_config(folder)), settings_that_count(cfg))
+    else:
         write(folder / "config.json", versions() | dict(
             python=platform.python_version(), machine=platform.platform(), settings=asdict(cfg)))
 
@@ -1520,46 +1458,32 @@ class PretrainingRun:
         folder = Path(cfg.out).expanduser()
         self.path = folder / f"pretrained-{digest(self.settings)[:16]}.pt"
         self.done, self.seconds = 0, 0.0
-        remove_leftovers(folder)
         if self.path.exists():
-            self.restore(load(self.path, cfg.device))
-        barrier()                                                    # all read before one writes
+            saved = load(self.path, self.settings, cfg.device)
+            self.done, self.seconds = saved["done"], saved["seconds"]
+            restore(self.path, saved, self.parts())
         self.began = time.monotonic() - self.seconds
-        log.patient = self.done < cfg.pretrain_steps
 
-    def restore(self, saved):
-        total = self.cfg.pretrain_steps
-        if saved.get("settings") != self.settings:
-            raise UserError(f"{self.path}: holds a model of other settings; move it away")
+    def parts(self):
+        """What the file holds: the optimizers too, until the model is whole."""
         parts = dict(model=self.model)
-        if saved.get("done") != total:
-            parts |= {f"optimizer{i}": o for i, o in enumerate(self.optimizers)}
-        restore(self.path, saved, total, parts)
-        self.done, self.seconds = saved["done"], saved["seconds"]
+        if self.done < self.cfg.pretrain_steps:
+            parts |= {f"optimizer{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        return parts
 
     def step_done(self, loss):
-        """After each step: count, show, save now and then; raises Stopped if asked to stop."""
+        """After each step: count, show, save now and then; KeyboardInterrupt if asked to stop."""
         self.done += 1
         total = self.cfg.pretrain_steps
         self.log.progress("pretraining", self.done, total, f"loss {loss:.4f}")
         stop = any(all_ranks(self.log.stop_requested))
         if stop or self.done == total or self.done % 500 == 0:
-            self.save()
-        if stop and self.done < total:
+            self.seconds = time.monotonic() - self.began
+            save(self.path, self.settings, self.parts(), done=self.done, seconds=self.seconds)
+        if stop:
             self.log.line("stopped while pretraining; the same command goes on")
-            raise Stopped
+            raise KeyboardInterrupt
         self.log.patient = self.done < total
-
-    def save(self):
-        require_finite_weights(f"pretraining, step {self.done}, not saved", self.model)
-        self.seconds = time.monotonic() - self.began
-        states = {}
-        if self.done < self.cfg.pretrain_steps:
-            states = {f"optimizer{i}": o.state_dict() for i, o in enumerate(self.optimizers)}
-        write(self.path, states | dict(
-            version=VERSION, settings=self.settings, done=self.done, seconds=self.seconds,
-            model=self.model.state_dict()))
-        barrier()                                                    # none ends before it is saved
 
 class Run:
     """The files of one run of RL, its evaluations, and where it stops and goes on.
@@ -1571,22 +1495,18 @@ class Run:
     def __init__(self, cfg, log, folder):
         self.cfg, self.log, self.folder = cfg, log, folder
         self.checkpoint = folder / "checkpoint.pt"
+        self.saved = None                                            # what the checkpoint held
         self.done = 0                                                # iterations
         self.rows = []                                               # of metrics.csv
         self.recent = []                                             # diagnostics since then
-        self.saved = None
         open_run(cfg, folder)
 
     def is_complete(self):
-        """Whether there is a summary; it is printed, and metrics.csv made if it was not."""
+        """Whether there is a summary; it is printed."""
         try:
-            text = summary_text(read_json(self.folder / "summary.json"), self.cfg)
-        except (KeyError, TypeError, ValueError, AttributeError):    # none, or damaged: made again
+            text = summary_text(json.loads((self.folder / "summary.json").read_text()), self.cfg)
+        except (OSError, ValueError, KeyError, TypeError):           # none, or damaged: made again
             return False
-        metrics = self.folder / "metrics.csv"
-        if self.checkpoint.exists() and not is_newer(metrics, self.checkpoint):
-            self.rows = load(self.checkpoint)["rows"]
-            self.write_metrics()
         self.log.line(f"{self.folder}: this run is complete\n{text}")
         return True
 
@@ -1594,14 +1514,9 @@ class Run:
         """(reference, seconds of pretraining) from the checkpoint, or None without one."""
         if not self.checkpoint.exists():
             return None
-        self.saved = load(self.checkpoint, self.cfg.device)
-        if self.saved.get("settings") != settings_that_count(self.cfg):
-            raise UserError(f"{self.checkpoint}: of a run with other settings")
-        missing = {"rows", "recent", "seconds", "pretrain_seconds"} - set(self.saved)
-        if missing:
-            raise UserError(f"{self.checkpoint}: damaged, without {', '.join(sorted(missing))}")
+        self.saved = load(self.checkpoint, settings_that_count(self.cfg), self.cfg.device)
         reference = new_model(self.cfg)
-        restore(self.checkpoint, self.saved, self.cfg.iterations, dict(reference=reference))
+        restore(self.checkpoint, self.saved, dict(reference=reference))
         return reference, self.saved["pretrain_seconds"]
 
     def begin(self, reference, policy, sampler, optimizer, pretrain_seconds):
@@ -1609,30 +1524,27 @@ class Run:
         self.parts = dict(reference=reference, policy=policy, sampler=sampler, optimizer=optimizer)
         self.pretrain_seconds = pretrain_seconds
         self.began = time.monotonic()
-        barrier()                                                    # all read before one writes
         if self.saved is None:
             self.evaluate()
             self.save()
-        else:
-            restore(self.checkpoint, self.saved, self.cfg.iterations, self.parts)
-            self.done = self.saved["done"]
-            self.rows, self.recent = self.saved["rows"], self.saved["recent"]
-            self.began -= self.saved["seconds"]
-            self.write_metrics()
-            self.log.line(f"{self.folder}: goes on after iteration {self.done}")
-        self.log.patient = True
+            return
+        restore(self.checkpoint, self.saved, self.parts)
+        self.done = self.saved["done"]
+        self.rows = self.saved["rows"]
+        self.recent = self.saved["recent"]
+        self.began -= self.saved["seconds"]
+        self.log.line(f"{self.folder}: goes on after iteration {self.done}")
 
     def iteration_done(self, sampled, info):
-        """After each iteration: count, show, evaluate and save when due; Stopped if asked to."""
+        """After each iteration: count, show, evaluate and save when due; KeyboardInterrupt if
+        asked to stop."""
         cfg = self.cfg
         self.done += 1
         self.recent.append(info)
         self.log.progress("iteration", self.done, cfg.iterations, f"reward {info['reward']:.2f}")
         if self.done == 1 and not sampled.correct.any():
-            self.log.line(
-                f"no reward: the pretrained model solved none of {cfg.episodes} problems of "
-                f"{cfg.digits + cfg.extra} digits, and without a reward there is nothing to learn "
-                "from. More pretraining or a larger --dial helps.")
+            self.log.line("no reward: the pretrained model solved none of the problems, there is "
+                          "nothing to learn from. More pretraining or a larger --dial helps.")
         if self.done % (2 * cfg.eval_every) == 0:
             self.show_sample(sampled)
         due = self.done % cfg.eval_every == 0 or self.done == cfg.iterations
@@ -1644,7 +1556,8 @@ class Run:
         if stop:
             self.log.line(f"stopped after iteration {self.done}; to go on: the same command, or "
                           f"--resume {shlex.quote(str(self.folder))}")
-            raise Stopped
+            raise KeyboardInterrupt
+        self.log.patient = self.done < cfg.iterations
 
     def show_sample(self, sampled):
         (a, b), correct = sampled.problems[0], sampled.correct[0]
@@ -1656,47 +1569,33 @@ class Run:
         """A row of metrics.csv: success, critical tokens, diagnostics since the row before."""
         accuracy, critical = test_accuracy(self.parts["policy"], self.cfg, self.cfg.eval_problems)
         row = dict(iteration=self.done, seconds=time.monotonic() - self.began)
-        text = f"iteration {self.done:4d}"
-        for name, (mean, _, _) in accuracy.items():
-            row[f"accuracy_{name}"] = mean
-            text += f"  {name} {mean:.3f}"
-        row |= critical
+        row |= {f"accuracy_{name}": mean for name, (mean, _, _) in accuracy.items()} | critical
         for name in self.recent[0] if self.recent else ():
             row[name] = sum(info[name] for info in self.recent) / len(self.recent)
-        for name in ("reward", "kl_ref", "masked"):
-            text += f"  {name} {row[name]:.3g}" if name in row else ""
         self.rows.append(row)
         self.recent = []
-        self.log.line(text)
+        shown = [f"{name} {x:.3g}" for name, x in row.items()
+                 if name.startswith("accuracy") or name in ("reward", "kl_ref", "masked")]
+        self.log.line(f"iteration {self.done:4d}  {'  '.join(shown)}")
 
     def save(self):
-        states = {name: part.state_dict() for name, part in self.parts.items()}
-        require_finite_weights(f"iteration {self.done}, not saved; the last good checkpoint is "
-                               f"{self.checkpoint}", self.parts["policy"])
-        write(self.checkpoint, states | dict(
-            version=VERSION, settings=settings_that_count(self.cfg), done=self.done,
-            rows=self.rows, recent=self.recent, seconds=time.monotonic() - self.began,
-            pretrain_seconds=self.pretrain_seconds))
-        self.write_metrics()
-        barrier()                                                    # none ends before it is saved
+        save(self.checkpoint, settings_that_count(self.cfg), self.parts, done=self.done,
+             rows=self.rows, recent=self.recent, seconds=time.monotonic() - self.began,
+             pretrain_seconds=self.pretrain_seconds)
+        try:
+            self.write_metrics()
+        except UserError as error:                                   # open in a spreadsheet: later
+            self.log.line(f"warning: {error}")
 
     def write_metrics(self):
-        """metrics.csv, which a spreadsheet may hold open: then later, the checkpoint has it all."""
-        for seconds in (0.1, 0.5, 0):
-            try:
-                return write(self.folder / "metrics.csv", csv_text(self.rows))
-            except UserError as error:
-                refused = error
-                time.sleep(seconds)
-        self.log.line(f"warning: {refused}; it will be made from the checkpoint the next time")
+        write(self.folder / "metrics.csv", csv_text(self.rows))
 
     def end(self):
         """After the last iteration: the summary, on many test problems."""
-        self.log.patient = False
-        cfg, policy = self.cfg, self.parts["policy"]
+        self.write_metrics()
+        cfg, policy, reference = self.cfg, self.parts["policy"], self.parts["reference"]
         after, critical_after = test_accuracy(policy, cfg, cfg.test_problems, self.log)
-        before, critical_before = test_accuracy(
-            self.parts["reference"], cfg, cfg.test_problems, self.log)
+        before, critical_before = test_accuracy(reference, cfg, cfg.test_problems, self.log)
         critical = {}
         for name in critical_before:
             critical[name] = dict(before=critical_before[name], after=critical_after[name])
@@ -1721,20 +1620,15 @@ def summary_text(summary, cfg):
              f"95% interval\n{'':8}{'pretrained':>22}{heading:>26}"]
     for name in after:
         lines.append(f"{name:8}{percent(before[name]):>22}{percent(after[name]):>26}")
-    tokens = summary["critical_tokens"]
-    commas = [p for name, p in tokens.items() if name.endswith("_comma")]
-    if commas:
-        first = 100 * sum(p["before"] for p in commas) / len(commas)
-        last = 100 * sum(p["after"] for p in commas) / len(commas)
-        lines.append(f"commas  {first:22.1f}{last:26.1f}   (probability of the right n+1 comma)")
+    tokens = summary["critical_tokens"].items()
+    commas = [p for name, p in tokens if name.endswith("_comma")]
+    first = 100 * sum(p["before"] for p in commas) / len(commas)
+    last = 100 * sum(p["after"] for p in commas) / len(commas)
+    lines.append(f"commas  {first:22.1f}{last:26.1f}   (probability of the right n+1 comma)")
     seconds = summary["seconds"]
     lines.append(f"{seconds['pretrain']:.0f} s pretraining, {seconds['rl']:.0f} s RL and "
                  f"evaluation, {summary['peak_memory_mb'] or 0:.0f} MB at the peak")
     return "\n".join(lines)
-
-def is_newer(path, other):
-    """Whether a file is there and was written no earlier than another."""
-    return path.exists() and path.stat().st_mtime >= other.stat().st_mtime
 
 def percent(values):
     """(mean, low, high) as "95.6 (95.2 to 96.0)"."""
@@ -1744,21 +1638,18 @@ def percent(values):
 # ---- Other modes: tables of a policy, one answer in colour, speed.
 
 def chosen_policy(cfg, log, folder):
-    """(pretrained model, policy to look at): that of --checkpoint, else the pretrained model.
+    """(pretrained model, policy to look at) of --checkpoint, else twice the pretrained model.
     Raises UserError before anything is written."""
-    policy = None
-    if cfg.checkpoint:
-        source = Path(cfg.checkpoint).expanduser()
-        names = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
-        require_settings(source, cfg, names)
-        path = source / "checkpoint.pt"
-        policy, reference = new_model(cfg), new_model(cfg)
-        saved = load(path, cfg.device)
-        restore(path, saved, 10**9, dict(policy=policy, reference=reference))
-    open_run(cfg, folder)
-    if policy is None:
+    if not cfg.checkpoint:
+        open_run(cfg, folder)
         reference, _ = pretrain(cfg, log)
-        policy = copy.deepcopy(reference)
+        return reference, reference
+    path = Path(cfg.checkpoint).expanduser() / "checkpoint.pt"
+    names = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
+    saved = load(path, {name: getattr(cfg, name) for name in names}, cfg.device)
+    reference, policy = new_model(cfg), new_model(cfg)
+    restore(path, saved, dict(reference=reference, policy=policy))
+    open_run(cfg, folder)
     return reference, policy
 
 def evaluate(cfg, log, folder):
@@ -1783,8 +1674,8 @@ def evaluate(cfg, log, folder):
     problems = test_set(cfg.digits + 1, min(50, cfg.test_problems), cfg.seed)
     gap, definition = critical_evidence(reference, problems, cfg)
     log.line("certainty of the pretrained model on a token less its mean on the others:")
-    for name, (mean, low, high) in gap.items():
-        log.line(f"  {name:16} {mean:.4f} ({low:.4f} to {high:.4f})")
+    for name, values in gap.items():
+        log.line("  {:16} {:.4f} ({:.4f} to {:.4f})".format(name, *values))
     log.line("tokens of these answers:")
     for name, count in definition.items():
         log.line(f"  {name:24} {count}")
@@ -1816,22 +1707,20 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.9):
     """
     ids, mask = true_batch(problems, reference.device)
     certainties = reference_certainty(score(reference, ids), cfg)
-    gaps = {"critical": [], "critical commas": [], "non-critical": []}
-    listed, uncertain = set(), set()
+    gaps, listed, uncertain = {}, set(), set()
     for i, (a, b) in enumerate(problems):
         J = certainties[i][mask[i]].cpu()
         mean_of_others = (J.sum() - J) / (len(J) - 1)
         gap = J - mean_of_others
         found = critical_tokens(a, b, cfg.digits)
-        is_listed = torch.zeros(len(J), dtype=torch.bool)
-        is_listed[list(found.values())] = True
-        commas = [index for name, index in found.items() if name.endswith("comma")]
-        gaps["critical"].append(gap[is_listed].mean())
-        gaps["critical commas"].append(gap[commas].mean())
-        gaps["non-critical"].append(gap[~is_listed].mean())
-        listed |= {(i, t) for t in is_listed.nonzero().flatten().tolist()}
-        lowest = J.argsort()[:10].tolist()
-        uncertain |= {(i, t) for t in lowest if J[t] < uncertain_below}
+        critical = sorted(found.values())
+        commas = [t for name, t in found.items() if name.endswith("comma")]
+        others = [t for t in range(len(J)) if t not in critical]
+        parts = {"critical": critical, "critical commas": commas, "non-critical": others}
+        for name, indices in parts.items():
+            gaps.setdefault(name, []).append(gap[indices].mean())
+        listed |= {(i, t) for t in critical}
+        uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
     _, after_true = force(reference, problems, places, wrong=False)
     _, after_wrong = force(reference, problems, places)
@@ -1848,17 +1737,15 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.9):
 def inspect(cfg, log, folder):
     """[V] fig. 5: the greedy answer, each character coloured by the certainty of the pretrained
     model. Writes inspect.json with the five likeliest characters of both policies at each place."""
-    a, b = parse_problem(cfg.problem)
+    a, b = map(int, cfg.problem.split("+"))
     reference, policy = chosen_policy(cfg, log, folder)
     answer = rollout(policy, [(a, b)])
     logits_ref = score(reference, answer.ids)
     J = reference_certainty(logits_ref, cfg)[answer.mask]
     text = decode(answer.ids[:, 1:][answer.mask])
     correct = bool(answer.correct[0])
-    coloured = text
-    if log.live:
-        coloured = "".join(map(in_colour, text, J.tolist())) + "\033[0m"
-    log.line(prompt(a, b) + coloured)
+    coloured = "".join(map(in_colour, text, J.tolist())) + "\033[0m"
+    log.line(prompt(a, b) + (coloured if log.live else text))
     log.line(f"{'right' if correct else 'wrong'}: {a}+{b}={a + b}; the pretrained model is least "
              "certain at")
     for i in J.argsort()[:5].tolist():
@@ -1880,24 +1767,14 @@ def likeliest(logits, count=5):
     return [list(zip(decode(row), values)) for row, values in zip(ids, p.tolist())]
 
 def bench(cfg, log, folder):
-    """Time, tokens/s, share of the machine's rate and peak memory so far of each phase, to
-    bench.json.
-
-    Tokens are prompt and response without padding. FLOPs of a forward pass are counted as 2 for
-    each weight a token meets and 2 T C for causal attention in each layer; a training step as three
-    of them. The rate is that of a 2048 x 2048 matrix product, float32, on CUDA bfloat16.
-    """
+    """Time, tokens/s and peak memory so far of each phase, to bench.json. Tokens are prompt and
+    response without padding; pretraining is four steps."""
     open_run(cfg, folder)
     policy, _ = pretrain(cfg, log)
     reference = copy.deepcopy(policy)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0)
-    pretraining = pretraining_optimizers(reference, cfg)
-    weights = sum(p.numel() for p in policy.parameters())
-    dtype = torch.bfloat16 if cfg.device.startswith("cuda") else torch.float32
-    matrix = torch.randn(2048, 2048, device=cfg.device).to(dtype)
-    rate = 2 * 2048 ** 3 / mean_seconds(lambda: matrix @ matrix, cfg)
-    rng = stream(cfg.seed, "bench")
-    problems = [rl_problem(rng, cfg) for _ in range(cfg.episodes)]
+    optimizers = pretraining_optimizers(reference, cfg)
+    problems = draw_problems(0, [], cfg)
     sampled = rollout(policy, problems, seed=0)
     batch = prepare(sampled, policy, reference, cfg)
     tokens = int((sampled.ids != TOKEN_ID[PAD]).sum())
@@ -1906,36 +1783,24 @@ def bench(cfg, log, folder):
 
     def pretrain_four():
         for examples in batches:
-            pretraining_step(reference, pretraining, examples, lr=0.0)
+            pretraining_step(reference, optimizers, examples, lr=0.0)
 
+    partial = functools.partial
     phases = {}
-    for name, call, passes, n, answers in (
-            ("sampling", lambda: rollout(policy, problems, seed=0), 1, tokens, cfg.episodes),
-            ("scoring", lambda: prepare(sampled, policy, reference, cfg), 1, tokens, cfg.episodes),
-            ("update", lambda: update(policy, optimizer, batch, cfg, 0),
-             3, tokens * cfg.epochs, cfg.episodes * cfg.epochs),
-            ("pretraining", pretrain_four, 3, pretraining_tokens, 4 * cfg.pretrain_batch)):
+    for name, call, n in (
+            ("sampling", partial(rollout, policy, problems, seed=0), tokens),
+            ("scoring", partial(prepare, sampled, policy, reference, cfg), tokens),
+            ("update", partial(update, policy, optimizer, batch, cfg, 0), tokens * cfg.epochs),
+            ("pretraining", pretrain_four, pretraining_tokens)):
         seconds = mean_seconds(call, cfg)
-        attention = 2 * cfg.layers * n / answers * cfg.width
-        flops = passes * n * (2 * weights + attention)
-        phases[name] = dict(
-            seconds=seconds, tokens_per_second=n / seconds, share_of_rate=flops / seconds / rate,
-            peak_memory_mb=peak_memory_mb(cfg.device))
-    iteration = sum(phases[name]["seconds"] for name in ("sampling", "scoring", "update"))
-    for phase in phases.values():
-        phase["share_of_iteration"] = phase["seconds"] / iteration
-    result = dict(device=cfg.device, threads=cfg.threads, matrix_product_gflops=rate / 1e9,
-                  phases=phases)
+        peak = peak_memory_mb(cfg.device)
+        phases[name] = dict(seconds=seconds, tokens_per_second=n / seconds, peak_memory_mb=peak)
+        log.line(f"{name:12} {seconds:8.3f} s {n / seconds:10.0f} tokens/s, "
+                 f"{peak or 0:.0f} MB at the peak so far")
+    result = dict(device=cfg.device, threads=cfg.threads, phases=phases)
     write(folder / "bench.json", result)
     if cfg.json:
         print(json.dumps(result))
-    log.line(f"{cfg.device}, {cfg.threads} threads, matrix product {rate / 1e9:.0f} GFLOP/s, an "
-             f"iteration (sampling, scoring, update) {iteration:.2f} s\n{'phase':12} "
-             f"{'tokens/s':>10} {'of an iteration':>16} {'of the rate':>12} {'peak MB so far':>15}")
-    for name, phase in phases.items():
-        log.line(f"{name:12} {phase['tokens_per_second']:10.0f} "
-                 f"{phase['share_of_iteration']:16.0%} {phase['share_of_rate']:12.0%} "
-                 f"{phase['peak_memory_mb'] or 0:15.0f}")
 
 def mean_seconds(call, cfg):
     """Mean time of three calls after a first one."""
@@ -1972,14 +1837,9 @@ METHOD_SETTINGS = {
     "negative_only": dict(trust_region="negative", delta=0.5),
 }
 
-def parse_problem(text):
-    """ "2033+5179" to (2033, 5179). Raises UserError."""
-    number = "(0|[1-9][0-9]{0,29})"
-    match = re.fullmatch(rf"{number}\+{number}", text)
-    if match is None:
-        raise UserError(f"--problem {text}: allowed are two numbers of at most 30 digits without "
-                        "leading zeros, like 2033+5179")
-    return int(match[1]), int(match[2])
+def flag(name, value):
+    """A setting as the command line has it: "--eps-low 0.2"."""
+    return f"--{name.replace('_', '-')} {value}"
 
 def make_config(given):
     """Config from the settings `given` by name. Later ones win: defaults, preset, mode, method,
@@ -1989,43 +1849,30 @@ def make_config(given):
     values |= MODE_SETTINGS.get(given.get("mode", values["mode"]), {})
     values |= METHOD_SETTINGS.get(given.get("method", values["method"]), {})
     values |= given
-    check_values(values)
     cfg = Config(**values)
+    check(cfg)
     for f in fields(Config):
-        if f.name in given and f.metadata["needs"] and values[f.name] != f.default:
-            other, needed = f.metadata["needs"]
-            if values[other] not in needed:
-                raise UserError(f"{flag(f.name, values[f.name])}: has no effect with "
-                                f"{flag(other, values[other])}")
+        other, needed = f.metadata["needs"] or ("mode", MODES)
+        if f.name in given and values[f.name] != f.default and values[other] not in needed:
+            raise UserError(f"{flag(f.name, values[f.name])}: has no effect with "
+                            f"{flag(other, values[other])}")
     if cfg.dial == 0 and given.get("mistakes"):
         raise UserError(f"{flag('mistakes', cfg.mistakes)}: has no effect with --dial 0")
-    check_combinations(cfg)
     return cfg
 
-def flag(name, value):
-    """A setting as the command line has it: "--eps-low 0.2"."""
-    return f"--{name.replace('_', '-')} {value}"
-
-def check_values(values):
-    """Raises UserError where a value, by field of Config, is not one that the field may have."""
-    known = {f.name: f for f in fields(Config)}
-    for name, value in values.items():
-        if name not in known:
-            raise UserError(f"{flag(name, value)}: there is no such setting")
-        kind, meta = known[name].type, known[name].metadata
-        if meta["choices"] and value not in meta["choices"]:
-            raise UserError(f"{flag(name, value)}: allowed are {', '.join(meta['choices'])}")
-        if type(value) is not kind and not (kind is float and type(value) is int):
-            raise UserError(f"{flag(name, value)}: allowed is a value of type {kind.__name__}")
-        if meta["low"] is not None and not meta["low"] <= value <= meta["high"]:    # nan: neither
-            raise UserError(f"{flag(name, value)}: allowed is {meta['low']} to {meta['high']}")
-
-def check_combinations(cfg):
-    """Raises UserError where settings do not go together."""
+def check(cfg):
+    """Raises UserError where a setting is not allowed, by itself or beside the others."""
     def require(right, name, allowed):
         if not right:
             raise UserError(f"{flag(name, getattr(cfg, name))}: allowed is {allowed}")
 
+    for f in fields(Config):
+        value, low, high = getattr(cfg, f.name), f.metadata["low"], f.metadata["high"]
+        choices = f.metadata["choices"]
+        types = (int, float) if f.type is float else (f.type,)
+        require(type(value) in types, f.name, f"a value of type {f.type.__name__}")
+        require(not choices or value in choices, f.name, f"one of {', '.join(choices or ())}")
+        require(low is None or low <= value <= high, f.name, f"{low} to {high}")    # nan is not
     of_episodes = f"a divisor of --episodes {cfg.episodes}"
     require(cfg.width % (4 * cfg.heads) == 0, "width", f"a multiple of 4 * --heads {cfg.heads}")
     require(cfg.episodes % cfg.minibatch == 0, "minibatch", of_episodes)
@@ -2035,8 +1882,9 @@ def check_combinations(cfg):
     require(cfg.mode != "pretrain" or cfg.iterations == 0, "iterations", "0 with --mode pretrain")
     require(re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", cfg.device), "device",
             "auto, cpu, cuda, cuda:1 (or another number), mps")
-    if cfg.mode == "inspect":
-        parse_problem(cfg.problem)
+    number = "(0|[1-9][0-9]{0,29})"
+    require(cfg.mode != "inspect" or re.fullmatch(rf"{number}\+{number}", cfg.problem), "problem",
+            "two numbers of at most 30 digits without leading zeros, like 2033+5179")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):                                        # one line, without the usage
@@ -2045,59 +1893,47 @@ class Parser(argparse.ArgumentParser):
 def parse(argv):
     """Command line to (Config, run folder); flags, types and help come from Config's fields."""
     parser = Parser(
-        prog="critkl.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
+        prog="critkl.py", allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        description=__doc__.split("\n\n")[0],
         epilog="Defaults are those of preset laptop; presets, modes and methods change some.")
     for f in fields(Config):
         text = f"{f.metadata['help']} (default: {f.default})"
         if f.metadata["needs"]:
             other, values = f.metadata["needs"]
             text += f"; only with {other} {', '.join(values)}"
-        name = "--" + f.name.replace("_", "-")
+        kind = dict(type=f.type, choices=f.metadata["choices"])
         if f.type is bool:
-            parser.add_argument(name, default=argparse.SUPPRESS, action="store_true", help=text)
-        else:
-            parser.add_argument(name, default=argparse.SUPPRESS, type=f.type, help=text,
-                                choices=f.metadata["choices"])
+            kind = dict(action="store_true")
+        parser.add_argument("--" + f.name.replace("_", "-"), help=text, **kind)
     parser.add_argument("--resume", metavar="RUN_FOLDER",
                         help="go on with a stopped run, with its own settings")
     given = vars(parser.parse_args(argv))
-    resume = given.pop("resume")
-    if resume is None:
+    if "resume" not in given:
         return make_config(given), None
+    folder = Path(given.pop("resume")).expanduser()
     if given:
-        raise UserError(f"--resume {resume}: goes on with the run's own settings; leave out "
-                        f"{', '.join('--' + name.replace('_', '-') for name in given)}")
-    folder = Path(resume).expanduser()
-    settings = read_settings(folder)
-    if sorted(settings) != sorted(f.name for f in fields(Config)):
-        raise UserError(f"--resume {resume}: its settings are those of another version")
-    check_values(settings)
-    cfg = Config(**settings | dict(out=str(folder.parent)))
-    check_combinations(cfg)
+        raise UserError(f"--resume {folder}: goes on with the run's own settings; leave out "
+                        f"{' '.join(flag(*item) for item in given.items())}")
+    cfg = read_config(folder)
+    cfg.out = str(folder.parent)
     return cfg, folder
 
 def start(cfg):
-    """Resolve device and threads into `cfg`. Raises UserError where the device is not there, or has
-    no memory for the model."""
+    """Resolve device and threads into `cfg`. Raises UserError where the device is not there."""
     if cfg.device == "auto":
         cfg.device = "cuda" if torch.cuda.is_available() else "cpu"
     if cfg.device.startswith("cuda"):
         # under torchrun "cuda" is another GPU in each process, but the same setting in all
         number = int(cfg.device.partition(":")[2] or os.environ.get("LOCAL_RANK", 0))
-        if number >= torch.cuda.device_count():
-            raise UserError(f"--device {cfg.device}: no CUDA device {number}, there are "
-                            f"{torch.cuda.device_count()} here; allowed is cpu")
+        count = torch.cuda.device_count()
+        if number >= count:
+            raise UserError(f"--device {cfg.device}: no CUDA device {number}, there are {count} "
+                            "here; allowed is cpu")
         torch.cuda.set_device(number)
     if cfg.device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: there is none here; allowed is cpu")
     torch.set_num_threads(cfg.threads or torch.get_num_threads())
     cfg.threads = torch.get_num_threads()
-    weights = 12 * cfg.layers * cfg.width ** 2
-    try:
-        torch.empty(weights, device=cfg.device)                      # refused at once, if ever
-    except RuntimeError:
-        raise UserError(f"--layers {cfg.layers} --width {cfg.width}: no memory for a model of "
-                        f"{4 * weights / 1e9:.1f} GB") from None
 
 def describe(cfg, folder):
     """What a run is, in a line: the settings that are not the defaults, and where it goes."""
@@ -2126,7 +1962,7 @@ def main(argv=None):
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"critkl.py: error: {message}", file=sys.stderr)
         return 2
-    except (Stopped, KeyboardInterrupt):
+    except KeyboardInterrupt:
         return 130
 
 
