@@ -67,7 +67,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VERSION = "2.0"
+VERSION = "2.1"
 
 
 class UserError(ValueError):
@@ -400,8 +400,7 @@ class GPT(nn.Module):
     def forward(self, ids, cache=None, start=None, before=None):
         """Without `start` each row begins at position 0. With `start` (B,), row i goes on at
         position start[i] and sees what `cache` holds before it; `before` (B, T) are then the tokens
-        one position earlier. The cache is written in place.
-        Arithmetic is that of the weights on the CPU, bfloat16 autocast on CUDA."""
+        one position earlier. The cache is written in place. CUDA computes in bfloat16 autocast."""
         B, T = ids.shape
         if before is None:
             before = F.pad(ids, (1, 0), value=TOKEN_ID[PAD])[:, :T]
