@@ -42,8 +42,9 @@ RESULT = {  # of each mode the file that a run writes at its end, and numbers th
 
 PENALTY = ("penalty", "alpha", "kl_kind", "beta", "certainty", "certainty_temperature")
 IDLE = {"none": PENALTY[1:], "standard": PENALTY[3:]}  # without effect beside this penalty
-FREE = (  # they change nothing in what is shown
-    "mode", "seed", "out", "name", "preset", "json", "eval_every", "eval_problems", "checkpoint")
+FREE = (  # they change no result, or its precision alone
+    "mode", "seed", "out", "name", "preset", "json", "eval_every", "eval_problems", "checkpoint",
+    "test_problems")
 BOUNDS = ("trust_region", "ratio_cap", "anchor", "eps_low", "eps_high", "relax", "relax_below",
           "divergence", "top_k", "delta")
 

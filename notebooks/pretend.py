@@ -1,4 +1,4 @@
-"""pretend: a device named "pretend" that computes on the CPU, to run critkl off the CPU without one.
+"""pretend: a device of that name that computes on the CPU, to try critkl off the CPU without one.
 
 Tensors on it refuse what a GPU refuses: to meet tensors of the CPU in one operation (numbers and
 indices excepted). `waits` counts what makes a program wait for a GPU: values that Python reads, and
@@ -69,7 +69,7 @@ def compute(func, args, kwargs):
     def wrap(x):
         if not isinstance(x, torch.Tensor) or not to_device:
             return x
-        return same.get(id(x)) if id(x) in same else Pretend(x)
+        return same[id(x)] if id(x) in same else Pretend(x)
 
     return tree_map(wrap, result)
 

@@ -1,6 +1,7 @@
-"""critkl off the CPU: on a pretend device (pretend.py) it gives the numbers of the CPU, and waits for
-the device seldom. bfloat16 autocast, nccl and CUDA's own kernels stay unproven by this."""
+"""critkl off the CPU: on a pretend device (pretend.py) it gives the numbers of the CPU, and seldom
+waits for the device. bfloat16 autocast, nccl and CUDA's own kernels stay unproven by this."""
 import csv
+import zlib
 from dataclasses import replace
 
 import critkl
@@ -8,6 +9,7 @@ import pretend
 import pytest
 import torch
 
+torch.set_num_threads(1)
 TINY = dict(digits=1, layers=1, width=8, heads=1, pretrain_steps=3, pretrain_batch=4, iterations=1,
             episodes=4, minibatch=2, epochs=1, eval_problems=2, test_problems=3)
 OTHER_MODES = dict(evaluate=critkl.evaluate, inspect=critkl.inspect, bench=critkl.bench)
@@ -38,9 +40,10 @@ def metrics(text):
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     """A folder for runs: those of the same settings share a pretrained model in it. A right answer
-    is here one with an even number of characters "1": else nothing would be learned."""
+    is here one with an even checksum: else nothing would be learned."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(critkl, "is_correct", lambda a, b, text: text.count("1") % 2 == 0)
+        patch.setattr(critkl, "is_correct", lambda a, b, text: zlib.crc32(text.encode()) % 2 == 0)
+        patch.setattr(critkl, "check", lambda cfg: None)             # it knows no such device
         yield tmp_path_factory.mktemp("runs")
 
 
