@@ -1434,10 +1434,13 @@ def read_config(folder):
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
         cfg = Config(**json.loads(text)["settings"])
-        check(cfg)
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{folder}: not a run folder of this version, or its config.json is "
                         "damaged") from None
+    try:
+        check(cfg)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     return cfg
 
 def open_run(cfg, folder):

@@ -86,8 +86,6 @@ class Group:
 def read(path, parse, *needed):
     """What a file holds; {} if there is none or it is damaged."""
     try:
-        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
-            raise ValueError("not an ordinary file")
         return parse(path.read_text(encoding="utf-8-sig"), *needed)
     except FileNotFoundError:
         return {}
@@ -495,6 +493,8 @@ def main(argv=None):
             write_all(read_groups(args.folders), Path(args.out or args.folders[0]).expanduser())
     except OSError as error:
         parser.error(" ".join(str(error).split()))
+    except KeyboardInterrupt:
+        return 130
     return 0
 
 if __name__ == "__main__":
