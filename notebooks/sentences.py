@@ -147,11 +147,12 @@ SENTENCES = {
 ALLOWED = [
     r"`[^`]*`", r"\]\([^)]*\)", r"(?<!\w)--?[a-z-]+ \w+", r"arXiv [\d.]+", r"[Vv]ersion [\d.]+",
     r"\[[VQ]\] fig\. \d", r"notebook \d", r"[Nn]\+\d", r"95% interval", r"Intervals are 95%",
-    r"[Ss]eeds? \d( and \d)?", r"[Aa]lpha [\d.]+( and \d)?( or less)?",
+    r"[Ss]eeds? \d( (and|to) \d)?", r"[Aa]lpha [\d.]+( and \d)?( or less)?",
     r"beta = 0 is", r"J below 0\.9", r"lines? \d( to \d)?", r"\d+\+\d+", r"50 answers", r"log 2 /",
     r"float32", r"Zen 3", r"AVX2", r"AVX-512", r"1 where it is sure", r"0 and 3:",
     r"\[\d,\d", r"1e-3 in place of 3e-4|than with 3e-4|lr\s3e-4|rate 1e-4",
     r"critical does not even at 20", r"after 10 iterations|where 20 take them; 40",
     r"(and|in) 20 iterations",
     r"from 50 up does as well as 150, and 10|decline from 1000|at 10000|10000 loses",
-    r"end at 94 to 96", r"within 0\.3 points|differs by 3", r"85M parameters, N = 7"]
+    r"end at 94 to 96", r"departure C1|temperature of 4|rate of (3e-4|1e-3)",
+    r"within 0\.3 points|differs by 3", r"85M parameters, N = 7"]
