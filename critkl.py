@@ -1269,13 +1269,20 @@ def write(path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-        for old in path.parent.glob(f".{path.name}.*.critkl"):       # of a writer that was killed
-            if time.time() - old.stat().st_mtime > 3600:
-                old.unlink(missing_ok=True)
+        remove_leftovers(path)
     except (OSError, RuntimeError) as error:                         # torch raises both
         raise UserError(f"{path}: cannot be written: {error}") from None
     finally:
         beside.unlink(missing_ok=True)
+
+def remove_leftovers(path):
+    """Delete the temporary files of writers of this file that were killed over an hour ago."""
+    for old in path.parent.glob(f".{path.name}.*.critkl"):
+        try:
+            if time.time() - old.stat().st_mtime > 3600:
+                old.unlink()
+        except FileNotFoundError:                                    # another writer renamed it
+            continue
 
 def digest(value):
     """SHA-256 of tensors, plain values, and dicts and lists of them: changes with every bit."""
