@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 _setup_privateuseone_for_python_backend("pretend")
@@ -53,7 +53,14 @@ class Device(TorchDispatchMode):
 
 def compute(func, args, kwargs):
     """Unwrap, compute on the CPU, wrap."""
-    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    tensors = []
+
+    def unwrap(tensor):
+        tensors.append(tensor)
+        return tensor.held if isinstance(tensor, Pretend) else tensor
+
+    held_args = for_each(args, unwrap)
+    held_kwargs = {name: for_each(x, unwrap) for name, x in kwargs.items()}
     wrappers = [x for x in tensors if isinstance(x, Pretend)]
     device = kwargs.get("device")
     to_device = bool(wrappers) if device is None else torch.device(device).type == "pretend"
@@ -61,17 +68,20 @@ def compute(func, args, kwargs):
         count_waits(func, args, to_device)
         refuse_mixed(func, args, tensors)
     if device is not None:
-        kwargs = kwargs | {"device": "cpu"}
-    args, kwargs = tree_map(lambda x: x.held if isinstance(x, Pretend) else x, (args, kwargs))
-    result = func(*args, **kwargs)
-    same = {id(x.held): x for x in wrappers}
+        held_kwargs["device"] = "cpu"
+    result = func(*held_args, **held_kwargs)
+    if not to_device:
+        return result
+    same = {id(x.held): x for x in wrappers}                         # an operation in place
+    return for_each(result, lambda x: same[id(x)] if id(x) in same else Pretend(x))
 
-    def wrap(x):
-        if not isinstance(x, torch.Tensor) or not to_device:
-            return x
-        return same[id(x)] if id(x) in same else Pretend(x)
-
-    return tree_map(wrap, result)
+def for_each(value, function):
+    """The value with function(tensor) for each tensor in it; in lists and tuples too."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([for_each(x, function) for x in value])
+    return value
 
 def count_waits(func, args, to_device):
     name = func.overloadpacket.__name__
