@@ -11,25 +11,27 @@ Two papers, cited below by letter and equation:
       RL Fine-Tuning, arXiv 2502.06533. Its "prioritized" penalty is called critical here.
   [Q] Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
 
-A language model that adds on a scratchpad is pretrained on numbers of up to N digits, then trained
-by RL on N+1. B episodes, T positions, V tokens; mu is the rollout policy, pi the policy being
-trained, ref the frozen pretrained one. Position t holds the state ids[:, :t+1] and the action
-ids[:, t+1], so all (B, T) tensors of a batch with T+1 tokens line up.
+A language model that adds on a scratchpad is pretrained on numbers of up to N digits, and on longer
+ones with planted mistakes (D2), then trained by RL on N+1. B episodes, T positions, V tokens; mu is
+the rollout policy, pi the policy being trained, ref the frozen pretrained one. Position t holds the
+state ids[:, :t+1] and the action ids[:, t+1], so all (B, T) tensors of a batch with T+1 tokens line
+up. my_share, gather_rows and average_gradients act only where several processes train together.
 
 Departures from the papers (D) and from their authors' code (C); the README explains each.
   D1  Model: a position's input is the embedding of its token and half of that of the token before;
       rotary positions on half of the channels; layer norm without parameters; no biases but the
       value head's.
-  D2  Planted mistakes: a share `dial` of the pretraining problems has N+1 digits. There the list of
-      an operand that is longer than N digits can make it is closed one digit early with
-      probability `mistakes`. The model of [V] makes this mistake by itself at N = 7; one that is
-      trained in minutes makes it always or never. See `close_early`.
+  D2  Planted mistakes: a share `dial` of the pretraining problems has N+1 digits. There each list
+      in lines 1 to 3 that is longer than operands of N digits make it is closed one digit early
+      with probability `mistakes`. The model of [V] makes this mistake by itself at N = 7;
+      one that is trained in minutes makes it always or never. See `close_early`.
   D3  Pretraining: Muon for the hidden matrices, AdamW for the rest.
-  D4  PPO with whitened advantages and a falling learning rate. One epoch of one minibatch is A2C,
-      which [V] uses.
-  D5  GAE with lambda = 1: the only reward comes at the end, some 250 tokens late.
+  D4  PPO with whitened advantages and a falling learning rate; other defaults than [V] tables 2, 3.
+      One epoch of one minibatch is A2C, which [V] uses, but for whitening and the falling rate.
+  D5  GAE with lambda = 1 (released: 0.95): the only reward comes at the end, some 280 tokens late.
   D6  Training and test problems are split by a hash of the two numbers, so they never overlap.
-  D7  Log-ratios are cut to [-20, 20] before exp. This bounds a token's weight; its gradient stays.
+  D7  Log-ratios are cut to [-20, 20] before exp. The ratio keeps the direction of its gradient; k3
+      loses there the gradient of its 1/r.
   D8  The value loss trains the value head alone, so it does not move the policy.
   D9  [V] table 1 is taken on the true answers; of the other tokens it gives the mean (paper: the
       minimum).
@@ -37,10 +39,11 @@ Departures from the papers (D) and from their authors' code (C); the README expl
       sums).
   D11 The KL penalty is estimated from mu's samples without weights, also where pi has left mu.
   C1  [V] certainty is the text's negentropy. Released: max_prob at temperature 4.
-  C2  [V] temperature 1. The released code divides logits by 2: --temperature 2.
-  C3  [V] the KL term is added to the loss. The released PPO class subtracts it.
-  C4  [Q] nothing is added inside logarithms; no cap on the ratio (released: 10); the sampled token
-      joins the top K (released: it replaces the K-th).
+  C2  [V] temperature 1. Released: RL divides logits by 2, --temperature 2.
+  C3  [V] the KL term is added to the loss. The released PPO class subtracts it (the paper
+      ran A2C).
+  C4  [Q] nothing is added inside logarithms (released: 1e-8); no cap on the ratio (released: 10);
+      the sampled token joins the top K (released: it replaces the K-th).
 """
 import argparse
 import copy
@@ -74,16 +77,42 @@ class UserError(ValueError):
     """A mistake of the user's: printed as one line, exit code 2."""
 
 
-# ---- Settings: one dataclass. Every field is a flag, and --help is made from it.
+# ---- Settings. Every field of Config is a flag, and --help is made from it; a preset, a mode and a
+# method set several at once.
 
-RL_MODES = ("none", "standard", "critical", "dppo")
-TRAINING_MODES = ("pretrain", *RL_MODES)
+PRESETS = {
+    "laptop": dict(),
+    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=12000, window=8),
+    # GPT-2 small without its embeddings, A2C; from iterations on [V] tables 2 and 3, section 5.3
+    "paper": dict(
+        digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000,
+        pretrain_batch=64, pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50,
+        lr=1e-6, entropy_coef=5e-4, value_coef=0.1, alpha=5.0, method="pg_is"),
+}
+MODE_SETTINGS = {
+    "pretrain": dict(penalty="none", iterations=0),
+    "none": dict(penalty="none"),
+    "standard": dict(penalty="standard"),
+    "critical": dict(penalty="critical"),
+    "dppo": dict(penalty="none", method="dppo"),
+}
+# what [Q] compares: mask, its bounds, cap C and anchor of Eq. 23
+METHODS = {
+    "ppo": dict(trust_region="clip"),
+    "pg_is": dict(trust_region="none"),
+    "cispo": dict(trust_region="none", ratio_cap=3.0),
+    "grpo_clip_higher": dict(trust_region="clip", eps_high=0.28),
+    "minirl": dict(trust_region="clip", eps_high=0.28, anchor="recomputed"),
+    "minirl_tis": dict(trust_region="clip", eps_high=0.28, anchor="recomputed", ratio_cap=3.0),
+    "dppo": dict(trust_region="divergence"),
+    "negative_only": dict(trust_region="negative", delta=0.5),
+}
+TRAINING_MODES = tuple(MODE_SETTINGS)
+RL_MODES = TRAINING_MODES[1:]
 MODES = (*TRAINING_MODES, "evaluate", "inspect", "bench")
 PENALTIES = ("none", "standard", "critical")
 TRUST_REGIONS = ("clip", "divergence", "negative", "none")
 DIVERGENCES = ("binary_tv", "binary_kl", "topk_tv", "topk_kl", "tv", "kl")
-METHODS = ("ppo", "pg_is", "cispo", "grpo_clip_higher", "minirl", "minirl_tis", "dppo",
-           "negative_only")
 
 
 def option(default, text, low=None, high=None, choices=None, needs=None):
@@ -105,9 +134,9 @@ NEEDS_CLIP = ("trust_region", ("clip",))
 @dataclass
 class Config:
     mode: str = option("critical", "what to do", choices=MODES)
-    preset: str = option("laptop", "a set of defaults", choices=("laptop", "laptop7", "paper"))
+    preset: str = option("laptop", "a set of defaults", choices=tuple(PRESETS))
     # task and pretraining
-    digits: int = option(3, "N: pretraining covers numbers of 1 to N digits", 1, 30)
+    digits: int = option(3, "N: pretraining covers 1 to N digits, and a share --dial beyond", 1, 30)
     extra: int = option(1, "k: RL problems have an operand of N+k digits", 1, 3)
     dial: float = option(0.6, "share of pretraining problems drawn like those of RL", 0, 1)
     mistakes: float = option(0.2, "in these, probability to close a long list early", 0, 1)
@@ -118,7 +147,7 @@ class Config:
                             "(0: all blocks see all)", 0, 100_000)
     pretrain_steps: int = option(1400, "optimizer steps of pretraining", 1, 10**9)
     pretrain_batch: int = option(16, "problems per pretraining step", 1, 4096)
-    pretrain_lr: float = option(0.01, "its learning rate (falls linearly to 0)", 0, 1)
+    pretrain_lr: float = option(0.01, "its learning rate (19 steps up, then linearly to 0)", 0, 1)
     pretrain_weight_decay: float = option(0.1, "weight decay of the hidden matrices", 0, 1)
     # RL
     iterations: int = option(20, "RL iterations: one batch of rollouts each", 0, 10**9,
@@ -133,7 +162,8 @@ class Config:
                                needs=("advantage", ("gae",)))
     entropy_coef: float = option(0.0, "coefficient of the entropy bonus", 0, 1e6, needs=NEEDS_RL)
     max_grad_norm: float = option(1.0, "gradient clipping (0: none)", 0, 1e9, needs=NEEDS_RL)
-    temperature: float = option(1.0, "policies are softmax(logits / temperature)", 0.01, 100)
+    temperature: float = option(1.0, "RL's policies are softmax(logits / temperature)", 0.01,
+                                100)
     # KL penalty, [V] section 4
     penalty: str = option("critical", "KL penalty (set by --mode)", choices=PENALTIES)
     alpha: float = option(2.0, "coefficient of the KL penalty", 0, 1e6, needs=NEEDS_PENALTY)
@@ -145,7 +175,7 @@ class Config:
     certainty_temperature: float = option(0.0, "temperature it is computed at (0: the policies')",
                                           0, 100, needs=NEEDS_CRITICAL)
     # trust region, [Q] section 4
-    method: str = option("ppo", "sets trust region, bounds, cap and anchor", choices=METHODS)
+    method: str = option("ppo", "sets trust region, bounds, cap and anchor", choices=tuple(METHODS))
     trust_region: str = option("clip", "trust region", choices=TRUST_REGIONS)
     eps_low: float = option(0.2, "clip: ratios below 1 - eps_low", 0, 1, needs=NEEDS_CLIP)
     eps_high: float = option(0.2, "clip: ratios above 1 + eps_high", 0, 1e6, needs=NEEDS_CLIP)
@@ -172,7 +202,8 @@ class Config:
                                 choices=("float32", "bfloat16"), needs=NEEDS_RL)
     staleness: int = option(1, "iterations for which the sampler keeps its weights", 1, 10**6,
                             needs=("mode", RL_MODES))
-    fixed: int = option(0, "RL on this many fixed problems, solved sometimes before (0: new ones)",
+    fixed: int = option(0, "RL on this many fixed problems, which the pretrained model solves "
+                           "sometimes (0: new ones)",
                         0, 10_000, needs=("mode", RL_MODES))
     # running
     seed: int = option(0, "seed of everything random", 0, 2**31)
@@ -199,7 +230,7 @@ def stream(*key):
 # ---- Tokens: one character, one token. PAD fills the right end of a batch.
 
 PAD = "_"
-VOCABULARY = PAD + "\n +,-/0123456789:<=>ACDEINT[]aceghnprstu"
+VOCABULARY = PAD + "\n +,-/0123456789:<=>ACDEINT[]aceghnprstu"     # V = 41 characters
 TOKEN_ID = {character: i for i, character in enumerate(VOCABULARY)}
 NEWLINE = TOKEN_ID["\n"]
 SLASH = TOKEN_ID["/"]
@@ -224,7 +255,7 @@ def prompt(a, b):
 def scratchpad(a, b, mistake=None):
     """The response it should give, from the newline after the prompt to that after the result.
 
-    For 128+367 (the last carry shows in the result alone; END has no comma before its C):
+    For 128+367 (a last carry would lead the result, not A; END has no comma before its C):
         <scratch>
         [1,2,8] + [3,6,7] , A=[] , C=0 , 8+7+0=15 , A->5 , C->1
         [1,2] + [3,6] , A=[5] , C=1 , 2+6+1=9 , A->9 , C->0
@@ -260,7 +291,7 @@ def close_early(digits, line, cfg, rng):
 
     Operands of N digits leave at most N + 1 - line digits to line 1, 2, ... A longer list in lines
     1 to 3 loses its last digit with probability cfg.mistakes. For N = 3, in line 1:
-        close_early("2033", 1, ...)    "203" or "2033"; its list [2,0,3,3] is new to the model
+        close_early("2033", 1, ...)    "203" or "2033": its list [2,0,3,3] is longer than N
         close_early("203", 1, ...)     "203"
     and in line 2 "203" may become "20", but "20" stays.
     """
@@ -270,7 +301,7 @@ def close_early(digits, line, cfg, rng):
     return digits
 
 def is_correct(a, b, response):
-    """The reward: is the line after "</scratch>" the spaced digits of a+b? Else False."""
+    """The reward: is the line after "</scratch>" the spaced digits of a+b?"""
     result = response.partition("</scratch>\n")[2]
     answer, newline, _ = result.partition("\n")
     return newline == "\n" and answer == " ".join(str(a + b))
@@ -437,7 +468,8 @@ def token_logp(logits, actions):
 # ---- Pretraining: supervised, from scratch, loss on response tokens only, [V] section 3.2.
 
 def pretraining_batches(cfg, group):
-    """Four batches of (prompt, response) texts, cut from a list sorted by length: less padding."""
+    """Four batches of (prompt, response) texts, in any order, each of answers of like length: less
+    padding."""
     rng = stream(cfg.seed, "pretrain", group)
     size = cfg.pretrain_batch
     examples = [pretraining_example(rng, cfg) for _ in range(4 * size)]
@@ -466,9 +498,10 @@ def pretraining_step(model, optimizers, examples, lr):
 
 def pretrain(cfg, log):
     """The pretrained model of `cfg` and the seconds it took. It is kept in a file; one that was
-    stopped goes on."""
+    stopped goes on. Pretraining has temperature 1: cfg.temperature is that of RL's policies."""
     torch.manual_seed(cfg.seed)
     model = new_model(cfg)
+    model.temperature = 1.0
     optimizers = pretraining_optimizers(model, cfg)
     run = PretrainingRun(cfg, log, model, optimizers)
     batches = []
@@ -477,6 +510,7 @@ def pretrain(cfg, log):
             batches = pretraining_batches(cfg, step // 4)[step % 4:]
         loss = pretraining_step(model, optimizers, batches.pop(0), pretraining_lr(step, cfg))
         run.step_done(loss)                                          # saves; stops if asked to
+    model.temperature = cfg.temperature
     return model, run.seconds
 
 # ---- Sampling, one token at a time. The loop uses `generate_drafted`: the same tokens, sooner.
@@ -496,7 +530,7 @@ def generate(policy, prompts, limit, noise=None):
     """Sample one response for each prompt; greedy without noise.
 
     prompts: B token lists. limit: most response tokens. noise: (B, longest prompt + limit, V).
-    A response ends with the newline after its result, the second after "</", or at the limit.
+    A response ends with the newline after its result (the second after "/"), or at the limit.
     Returns ids (B, L) and mask (B, L-1) as `collate` does, and the policy's logits (B, L-1, V) and
     values (B, L-1) on them.
     """
@@ -557,14 +591,17 @@ def certainty(logits, kind="negentropy"):
     return (1 - uncertainty / math.log(logits.shape[-1])).clamp(0, 1)
 
 def kl_weight(J, beta):
-    """The weight J^beta of the critical penalty, [V] Eq. 1; beta = 0 gives 1, the standard one."""
+    """The weight J^beta of the critical penalty, [V] Eq. 1; beta = 0 gives 1, the standard one.
+    With beta = 150 a token with two choices, 0.78 and 0.22, has J = 0.86 and the weight 1e-10."""
     return J ** beta
 
 def kl_estimate(logp, logp_ref, kind):
-    """Estimate of KL(pi || ref) from actions drawn from pi, (B, T) to (B, T), in nats.
+    """Estimate of KL(pi || ref) from actions drawn from pi (here from mu, D11), (B, T) to (B, T),
+    in nats.
 
-    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r (its -log r is cut at
-    20). As a loss, k2 has the gradient of KL in expectation; k1 has none and k3 another one.
+    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r. As a loss, k2 has in
+    expectation the gradient of the KL; that of k1 is 0, and that of k3 another one. In k3 1/r is
+    cut at e^20 (D7) and has no gradient beyond.
     """
     log_ratio = logp - logp_ref
     if kind == "k1":
@@ -620,7 +657,7 @@ def divergence(mu_logits, pi_logits, actions, kind, top_k=20):
 
 def merge_rest(logp, named):
     """Log-probabilities (..., V) to (..., V+1): the named tokens, and last all others as one event.
-    The sum over the others keeps the digits that 1 - p would lose."""
+    The sum over the others keeps the precision that 1 - p would lose."""
     rest = torch.where(named, -math.inf, logp).logsumexp(-1, keepdim=True)
     return torch.cat((torch.where(named, logp, -math.inf), rest), dim=-1)
 
@@ -634,8 +671,8 @@ def trust_region_mask(ratio, advantages, D, delta):
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalized advantage estimation: (B, T) each to (advantages, returns), (B, T), 0 outside the
-    mask, in each row one run of True. There the episode ends, also where the length limit cut it
-    off: nothing is bootstrapped."""
+    mask. Each row of the mask is one run of True, an episode. It ends with the run, also where the
+    length limit cut it off: nothing is bootstrapped."""
     rewards = torch.where(mask, rewards, 0)
     values = torch.where(mask, values, 0)
     advantages = torch.zeros_like(values)
@@ -692,7 +729,7 @@ def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trus
         objective = ratio * advantages
     else:
         raise UserError(f"trust region {trust_region}: allowed are {', '.join(TRUST_REGIONS)}")
-    # min(pi / mu, C) in place of pi / anchor; 1 for PPO and DPPO
+    # min(pi / mu, C) in place of pi / anchor; this weight is 1 for PPO and DPPO
     weight = policy_ratio(logp, logp_mu).clamp(max=ratio_cap).detach() / ratio.detach()
     loss = -masked_mean(weight * objective, mask)
     return loss, policy_diagnostics(logp, logp_mu, advantages, mask, keep)
@@ -736,7 +773,8 @@ def score(model, ids):
     return gather_rows(torch.cat([model(piece[:, :-1])[0] for piece in pieces]))
 
 def rollout(policy, problems, seed=None):
-    """Sample one answer to each problem (greedy without a seed) and grade it."""
+    """Sample one answer to each problem (greedy without a seed) and grade it. The drafts only save
+    time: they are guesses, and the samples are those of `generate`."""
     prompts = [encode(prompt(a, b)) for a, b in problems]
     drafts = [encode(scratchpad(a, b)) for a, b in problems]
     limit = max(map(len, drafts)) + 16
@@ -1087,8 +1125,8 @@ def critical_tokens(a, b, digits):
     """Name to index in scratchpad(a, b) of each token that [V] appendix B lists as critical.
 
     In lines 1 to 3, of an operand with digits + g digits: the last 2g characters of its list, the
-    commas and digits that pretraining did not have. For 2033+5 and digits = 3, line 1 is
-    "[2,0,3,3] + [5] , ...": line1_first_n+1_comma and line1_first_n+1_digit are its last ",3".
+    commas and digits that operands of `digits` digits do not have. For 2033+5 and digits = 3, line
+    1 is "[2,0,3,3] + [5] , ...": line1_first_n+1_comma and line1_first_n+1_digit are its ",3".
     """
     found = {}
     start = len("\n<scratch>\n")                                     # of the line
@@ -1818,34 +1856,6 @@ def mean_seconds(call, cfg):
 
 # ---- Command line.
 
-PRESETS = {
-    "laptop": dict(),
-    "laptop7": dict(digits=7, dial=0.0, pretrain_steps=12000, window=8),
-    # GPT-2 small without its embeddings, A2C; from iterations on [V] tables 2 and 3, section 5.3
-    "paper": dict(
-        digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000,
-        pretrain_batch=64, pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50,
-        lr=1e-6, entropy_coef=5e-4, value_coef=0.1, alpha=5.0, method="pg_is"),
-}
-MODE_SETTINGS = {
-    "pretrain": dict(penalty="none", iterations=0),
-    "none": dict(penalty="none"),
-    "standard": dict(penalty="standard"),
-    "critical": dict(penalty="critical"),
-    "dppo": dict(penalty="none", method="dppo"),
-}
-# The methods that [Q] compares: mask, its bounds, cap C and anchor of Eq. 23.
-METHOD_SETTINGS = {
-    "ppo": dict(trust_region="clip"),
-    "pg_is": dict(trust_region="none"),
-    "cispo": dict(trust_region="none", ratio_cap=3.0),
-    "grpo_clip_higher": dict(trust_region="clip", eps_high=0.28),
-    "minirl": dict(trust_region="clip", eps_high=0.28, anchor="recomputed"),
-    "minirl_tis": dict(trust_region="clip", eps_high=0.28, anchor="recomputed", ratio_cap=3.0),
-    "dppo": dict(trust_region="divergence"),
-    "negative_only": dict(trust_region="negative", delta=0.5),
-}
-
 def flag(name, value):
     """A setting as the command line has it: "--eps-low 0.2"."""
     return f"--{name.replace('_', '-')} {value}"
@@ -1856,7 +1866,7 @@ def make_config(given):
     values = {f.name: f.default for f in fields(Config)}
     values |= PRESETS.get(given.get("preset"), {})
     values |= MODE_SETTINGS.get(given.get("mode", values["mode"]), {})
-    values |= METHOD_SETTINGS.get(given.get("method", values["method"]), {})
+    values |= METHODS.get(given.get("method", values["method"]), {})
     values |= given
     cfg = Config(**values)
     check(cfg)

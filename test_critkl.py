@@ -619,6 +619,17 @@ def test_temperature_divides_the_logits_of_a_model_that_trains_as_a_whole():
     assert entropy(GPT(1, 16, 2)(ids)[0]).min() > 0.99 * math.log(41)  # a new one knows nothing
 
 
+def test_pretraining_does_not_know_the_temperature_of_rl(tmp_path):
+    """Both runs would share one file, so that which came first would decide."""
+    found = []
+    for temperature in (1.0, 2.0):
+        cfg = config(temperature=temperature, pretrain_steps=3, out=str(tmp_path / f"{temperature}"))
+        model, _ = critkl.pretrain(cfg, critkl.Log(quiet=True))
+        assert model.temperature == temperature
+        found.append(critkl.digest(model.state_dict()))
+    assert found[0] == found[1]
+
+
 def test_the_value_loss_trains_the_value_head_alone():
     model = random_model()
     loss = model(random_ids(2, 9))[1].square().sum()

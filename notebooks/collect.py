@@ -6,7 +6,8 @@
 Writes runs.csv (from summary.json and metrics.csv) and evaluate.csv (from evaluation.json), a row
 for each run. A row of the same settings and seed is replaced, others stay; delete the files to
 begin anew. Settings that are the defaults in all rows have no column. Shares are not in %. Runs
-with a note, as those on another processor, are kept apart. measured.json is filled by hand.
+with a note, as those on another processor, are kept apart. measured.json (numbers) and
+noted.json (whole tables, of what was measured once) are filled by hand.
 
 Below: reading these files, choosing runs, and means over seeds. tables.py makes the texts of them.
 """
@@ -144,11 +145,14 @@ def load(data=HERE / "data"):
     all_runs, evaluations = read_csv(data / "runs.csv"), read_csv(data / "evaluate.csv")
     for row in all_runs:
         row["region"] = region(row)
-    path = data / "measured.json"
+    by_hand = {}
+    for name in ("measured", "noted"):
+        path = data / f"{name}.json"
+        by_hand[name] = json.loads(path.read_text()) if path.exists() else {}
     return SimpleNamespace(
         all_runs=all_runs, runs=[row for row in all_runs if not row["note"]],
         evaluations=[row for row in evaluations if not row["note"]],
-        measured=json.loads(path.read_text()) if path.exists() else {})
+        **by_hand)
 
 def region(row):
     """The method, and what was changed of it: "`dppo`, delta 0.05"."""

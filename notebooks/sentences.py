@@ -82,6 +82,16 @@ def answers(data):
         numbers += [f"{mean:.0f}", f"{low:.0f} to {high:.0f}"]
     return numbers
 
+def scientific(x):
+    """3e-4, not 0.0003 or 3e-04."""
+    return f"{x:.0e}".replace("e-0", "e-")
+
+def answer_length(digits):
+    """Mean number of tokens of an answer, to ten."""
+    problems = critkl.test_set(digits, 300, seed=0)
+    mean_length = sum(len(critkl.scratchpad(a, b)) for a, b in problems) / len(problems)
+    return round(mean_length, -1)
+
 FALLS_SHORT = [("critical", 0), ("critical", 3), ("none", 0), ("none", 3)]
 
 README = [
@@ -103,8 +113,8 @@ README = [
      "at N.",
      lambda data: [f"{DEFAULT.alpha:g}", gap(data, "critical", "standard"),
                    gap(data, "critical", "none", "N after")]),
-    ("with alpha {} the standard penalty reaches as much at N+1 ({}), so alpha {} is badly tuned "
-     "for it; critical with alpha 2 ends {} above it at N.",
+    ("with alpha {} the standard penalty reaches as much at N+1 ({} at N / N+1), so alpha {} is "
+     "badly tuned for it; critical with alpha 2 ends {} above it at N.",
      lambda data: ["0.2", both(runs(data, "standard", alpha=0.2)), f"{DEFAULT.alpha:g}",
                    paired(runs(data, "critical"), runs(data, "standard", alpha=0.2), "N after")]),
     ("At three times the learning rate only critical holds ({}; none {}, standard with alpha 0.2 "
@@ -116,7 +126,20 @@ README = [
      lambda data: of_seeds(data, *FALLS_SHORT)),
     ("`dial` = {} of the pretraining problems", lambda data: [f"{DEFAULT.dial:g}"]),
     ("with probability `mistakes` = {}", lambda data: [f"{DEFAULT.mistakes:g}"]),
-    ("which are right before RL ({}% at N+1)", lambda data: answers(data)[2:3])]
+    ("which are right before RL ({}% at N+1)", lambda data: answers(data)[2:3]),
+    ("Model: {} layers of width {} with {} heads",
+     lambda data: [str(x) for x in (DEFAULT.layers, DEFAULT.width, DEFAULT.heads)]),
+    ("PPO: {} epochs of minibatches of {} episodes",
+     lambda data: [WORDS[DEFAULT.epochs], str(DEFAULT.episodes)]),
+    ("Defaults: alpha {}, learning rate {}, value coefficient {}",
+     lambda data: [f"{DEFAULT.alpha:g}", scientific(DEFAULT.lr), f"{DEFAULT.value_coef:g}"]),
+    ("the end, some {} tokens late",
+     lambda data: [f"{answer_length(DEFAULT.digits + DEFAULT.extra):.0f}"]),
+    ("cut to [-{}, {}] before `exp`", lambda data: 2 * [f"{critkl.LOG_LIMIT:g}"]),
+    ("with a log-ratio beyond {}", lambda data: [f"{critkl.LOG_LIMIT:g}"]),
+    ("the default: N = {}, planted mistakes", lambda data: [f"{DEFAULT.digits}"]),
+    ("N = {}, dial {}: nothing longer",
+     lambda data: [f"{critkl.PRESETS['laptop7'][name]:g}" for name in ("digits", "dial")])]
 
 RESULTS = [
     ("N = {} unless said", lambda data: [f"{DEFAULT.digits}"]),
@@ -141,8 +164,13 @@ RESULTS = [
      "answer), {} of these are decisive, and {} of these are on the list ({}%)", definition),
     ("Sampled answers are right in {}% ({}) at N+1, greedy ones in {}% ({})", answers)]
 
+SPEED = [
+    ("two virtual cores, some {} GFLOP/s", lambda data: measured(data, "GFLOP/s a core")),
+    ("took {} s on the Xeon where it was measured, and takes {} s here",
+     lambda data: [str(x) for x in measured(data, "pretraining of 1.2, s")[0]])]
+
 SENTENCES = {
-    "README.md": README, "notebooks/results.md": RESULTS, "notebooks/speed.md": []}
+    "README.md": README, "notebooks/results.md": RESULTS, "notebooks/speed.md": SPEED}
 
 ALLOWED = [
     r"`[^`]*`", r"\]\([^)]*\)", r"(?<!\w)--?[a-z-]+ \w+", r"arXiv [\d.]+", r"[Vv]ersion [\d.]+",
@@ -155,4 +183,20 @@ ALLOWED = [
     r"(and|in) 20 iterations",
     r"from 50 up does as well as 150, and 10|decline from 1000|at 10000|10000 loses",
     r"end at 94 to 96", r"departure C1|temperature of 4|rate of (3e-4|1e-3)",
-    r"within 0\.3 points|differs by 3", r"85M parameters, N = 7"]
+    r"within 0\.3 points|differs by 3", r"85M parameters, N = 7",
+    # names, equations, and what the papers or their code have
+    r"\| \[[VQ]\][^|]*\|", r"\*\*[DC]\d+\*\*", r"D\d+(, D\d+ to D\d+)?", r"Eq\. \d+", r"bfloat16",
+    r"A2C with 85M|GPT-2, 85M|A2C, 50 episodes|A2C\b|on 50 generations|Table 1 of",
+    r"a (GPU|card) of 24 GB",
+    r"5 or 10, 1e-6, 0\.1, 0\.0005", r"0\.001 \(text: 0\.0005", r"\(released: (0\.95|10|1e-8)",
+    r"1 \+ log\(max p\) / log V at temperature 4", r"temperature 1\.|logits by 2",
+    r"[Ll]ambda = 1\b", r"falls to 0", r"the ratio is 1\b", r"its 1/r", r"with reward 0",
+    r"A [<>] 0", r"mu - pi >= 0\.5", r"k3", r"N = 2, pretrains", r"\[\d_\w+", r"N = 3", r"N = 13",
+    # how things were measured before
+    r"success at # is 0", r"commas are right with 97 to 99%", r"began at 97 to 99%", r"at 1 - #",
+    r"promised 95\.6 / 46\.7|gave 99\.3 / 78\.6", r"400 steps of( 16 problems)?", r"60 problems",
+    r"dial and mistakes 0\.3", r"2 layers, 1,200 steps", r"300 problems", r"N = 7 as in",
+    r"block sees 8 tokens", r"3 layers, 4 heads, 1,600 steps|with 4% of longer|80 iterations of RL",
+    r"3 layers(, width 64)?, 4 heads(, 41 tokens)?", r"transformers 5\.24 with a GPT-2",
+    r"counted as 2 for|and 2 T C for|At 40% of|an H100 \(989|a 4090 \(165\)|at 2 ms a pass",
+    r"64 answers of|on 8 GPUs|8 problems each|200 GB/s|20,000 steps"]

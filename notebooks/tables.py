@@ -107,6 +107,19 @@ def after(rows, when="after"):
 def less(rows, others):
     return paired(rows, others) if rows and others else ""
 
+def method_list(data):
+    """The settings of --method, as Config has them."""
+    table = [["`--method`, after [Q] Eq. 23", "mask", "C", "anchor"]]
+    for name in critkl.METHODS:
+        cfg = critkl.make_config(dict(mode="none", method=name))
+        mask = {
+            "clip": f"clip {cfg.eps_low:g}, {cfg.eps_high:g}", "none": "none",
+            "divergence": f"`--divergence` beyond `--delta` ({cfg.delta:g}; for KL give 0.05)",
+            "negative": f"A < 0 and mu - pi >= {cfg.delta:g}"}[cfg.trust_region]
+        anchor = "" if cfg.trust_region == "none" else cfg.anchor
+        table.append([f"`{name}`", mask, f"{cfg.ratio_cap:g}" if cfg.ratio_cap else "", anchor])
+    return table
+
 def methods(data):
     """[Q]: on fixed problems without a penalty. Of several such sets of runs the largest."""
     sets = {}
@@ -215,20 +228,24 @@ TABLES = {
     "degrees": lambda data: compare(data, *DEGREE),
     "certainty": lambda data: compare(data, *CERTAINTY),
     "crossed": lambda data: compare(data, "region", free=REGION),
-    "methods": methods, "processors": processors, "gap": gap, "evidence": evidence,
-    "digits": digits, "speed": speed}
+    "methods": methods, "method list": method_list, "processors": processors, "gap": gap,
+    "evidence": evidence, "digits": digits, "speed": speed}
+
+def content(name, data):
+    """A table made from runs, or one of noted.json."""
+    return TABLES[name](data) if name in TABLES else data.noted[name]
 
 # ---- Writing them into the texts.
 
-def markdown(content):
+def markdown(table):
     """Rows of cells, or text as it is."""
-    if isinstance(content, str):
-        return content
-    lines = ["|" + "".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in content]
-    return "\n".join([lines[0], "|" + "---|" * len(content[0]), *lines[1:]])
+    if isinstance(table, str):
+        return table
+    lines = ["|" + "".join(f" {cell} |" if cell != "" else " |" for cell in row) for row in table]
+    return "\n".join([lines[0], "|" + "---|" * len(table[0]), *lines[1:]])
 
 MARKED = re.compile(r"<!-- table: (.+) -->\n((?:.+\n)*)")
-NUMBER = r"-?\d(?:[\d.,:]*\d)?|\b(?:" + "|".join(WORDS) + r")\b"
+NUMBER = r"-?\d(?:[\d.,:]*\d)?(?:e-\d+)?|\b(?:" + "|".join(WORDS) + r")\b"
 GROUP = rf"((?:{NUMBER})(?:\s+(?:±|/|to)\s+(?:{NUMBER}))*)"
 
 def pattern(words):
@@ -270,7 +287,7 @@ def fill(text, file, data):
     def table(match):
         name = match[1]
         try:
-            return f"<!-- table: {name} -->\n{markdown(TABLES[name](data))}\n"
+            return f"<!-- table: {name} -->\n{markdown(content(name, data))}\n"
         except (Missing, KeyError) as error:
             missing.append(f"{file}: table {name}: {error}")
             return match[0]
