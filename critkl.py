@@ -263,8 +263,7 @@ def scratchpad(a, b, mistake=None):
         [] + [] , A=[4,9,5] C=0 , END
         </scratch>
         4 9 5
-    mistake(digits, line) gives what a line lists in place of the right digits; the scratchpad goes
-    on consistently from there.
+    mistake(digits, line) gives what a line lists in place of its digits; the rest goes on from it.
     """
     x, y = str(a), str(b)                                            # the digits still to add
     result, carry, lines = "", 0, []
@@ -335,7 +334,7 @@ def pretraining_example(rng, cfg):
     mistake = functools.partial(close_early, cfg=cfg, rng=rng)
     return prompt(a, b), scratchpad(a, b, mistake)
 
-def collate(prompts, responses):
+def collate(prompts, responses, device="cpu"):
     """Lists of token lists to a batch, padded on the right.
 
     Returns ids (B, L) and mask (B, L-1) bool: True at t where ids[:, t+1] is a response token.
@@ -344,7 +343,7 @@ def collate(prompts, responses):
     ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=TOKEN_ID[PAD])
     begin = torch.tensor([len(p) for p in prompts])
     end = torch.tensor([len(row) for row in rows])
-    return ids, response_mask(begin, end, ids.shape[1])
+    return ids.to(device), response_mask(begin, end, ids.shape[1]).to(device)
 
 def response_mask(begin, end, L):
     """(B, L-1) bool: True at t where position t+1 lies in [begin, end), (B,) each."""
@@ -468,8 +467,7 @@ def token_logp(logits, actions):
 # ---- Pretraining: supervised, from scratch, loss on response tokens only, [V] section 3.2.
 
 def pretraining_batches(cfg, group):
-    """Four batches of (prompt, response) texts, in any order, each of answers of like length: less
-    padding."""
+    """Four batches of (prompt, response) texts, each of answers of like length: less padding."""
     rng = stream(cfg.seed, "pretrain", group)
     size = cfg.pretrain_batch
     examples = [pretraining_example(rng, cfg) for _ in range(4 * size)]
@@ -482,8 +480,7 @@ def pretraining_step(model, optimizers, examples, lr):
     """One step on (prompt, response) texts; returns the loss. Raises UserError if not finite."""
     examples = my_share(examples)
     ids, mask = collate([encode(text) for text, _ in examples],
-                        [encode(response) for _, response in examples])
-    ids, mask = ids.to(model.device), mask.to(model.device)
+                        [encode(response) for _, response in examples], model.device)
     logits, _ = model(ids[:, :-1])
     loss = -masked_mean(token_logp(logits, ids[:, 1:]), mask)
     model.zero_grad()
@@ -498,10 +495,9 @@ def pretraining_step(model, optimizers, examples, lr):
 
 def pretrain(cfg, log):
     """The pretrained model of `cfg` and the seconds it took. It is kept in a file; one that was
-    stopped goes on. Pretraining has temperature 1: cfg.temperature is that of RL's policies."""
+    stopped goes on. cfg.temperature is for RL: pretraining has 1."""
     torch.manual_seed(cfg.seed)
     model = new_model(cfg)
-    model.temperature = 1.0
     optimizers = pretraining_optimizers(model, cfg)
     run = PretrainingRun(cfg, log, model, optimizers)
     batches = []
@@ -535,7 +531,7 @@ def generate(policy, prompts, limit, noise=None):
     values (B, L-1) on them.
     """
     device = policy.device
-    ids = collate(prompts, [[TOKEN_ID[PAD]] * limit] * len(prompts))[0].to(device)
+    ids, _ = collate(prompts, [[TOKEN_ID[PAD]] * limit] * len(prompts), device)
     begin = torch.tensor([len(p) for p in prompts], device=device)   # first response position
     rows = torch.arange(len(prompts), device=device)
     cache = policy.new_cache(*ids.shape)
@@ -591,17 +587,14 @@ def certainty(logits, kind="negentropy"):
     return (1 - uncertainty / math.log(logits.shape[-1])).clamp(0, 1)
 
 def kl_weight(J, beta):
-    """The weight J^beta of the critical penalty, [V] Eq. 1; beta = 0 gives 1, the standard one.
-    With beta = 150 a token with two choices, 0.78 and 0.22, has J = 0.86 and the weight 1e-10."""
+    """The weight J^beta of the critical penalty, [V] Eq. 1; beta = 0 gives 1, the standard one."""
     return J ** beta
 
 def kl_estimate(logp, logp_ref, kind):
-    """Estimate of KL(pi || ref) from actions drawn from pi (here from mu, D11), (B, T) to (B, T),
-    in nats.
+    """Estimate of KL(pi || ref) from actions drawn from pi (here mu, D11), (B, T) to (B, T), nats.
 
-    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r. As a loss, k2 has in
-    expectation the gradient of the KL; that of k1 is 0, and that of k3 another one. In k3 1/r is
-    cut at e^20 (D7) and has no gradient beyond.
+    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r, its 1/r cut at e^20
+    (D7). As a loss, k2 has in expectation the gradient of the KL, k1 has 0 and k3 another one.
     """
     log_ratio = logp - logp_ref
     if kind == "k1":
@@ -773,8 +766,7 @@ def score(model, ids):
     return gather_rows(torch.cat([model(piece[:, :-1])[0] for piece in pieces]))
 
 def rollout(policy, problems, seed=None):
-    """Sample one answer to each problem (greedy without a seed) and grade it. The drafts only save
-    time: they are guesses, and the samples are those of `generate`."""
+    """Sample (greedy without a seed) and grade an answer each. Drafts, guesses, only save time."""
     prompts = [encode(prompt(a, b)) for a, b in problems]
     drafts = [encode(scratchpad(a, b)) for a, b in problems]
     limit = max(map(len, drafts)) + 16
@@ -1019,11 +1011,11 @@ def generate_drafted(policy, prompts, drafts, limit, noise=None, chunk=24):
     """As `generate`. drafts: B token lists, the guessed responses; one that is empty or wrong costs
     time alone. chunk: tokens that are read in one pass, after the first pass over whole drafts."""
     B, V, device = len(prompts), len(VOCABULARY), policy.device
-    draft, _ = collate(prompts, drafts)
+    draft, _ = collate(prompts, drafts, device)
     begin = torch.tensor([len(p) for p in prompts], device=device)   # (B,) first response position
     reading = draft.shape[1] - 1                                     # tokens that this pass reads
     size = max(int(begin.max()) + limit, draft.shape[1]) + chunk
-    draft = F.pad(draft, (0, size - draft.shape[1]), value=TOKEN_ID[PAD]).to(device)
+    draft = F.pad(draft, (0, size - draft.shape[1]), value=TOKEN_ID[PAD])
     if noise is not None:                                            # not kept past the limit
         noise = F.pad(noise, (0, 0, 0, size - noise.shape[1])).to(device)
     column = torch.arange(size, device=device)
@@ -1118,8 +1110,7 @@ def true_batch(problems, device="cpu"):
     """ids (B, L) and mask (B, L-1) of the problems with their true scratchpads."""
     prompts = [encode(prompt(a, b)) for a, b in problems]
     responses = [encode(scratchpad(a, b)) for a, b in problems]
-    ids, mask = collate(prompts, responses)
-    return ids.to(device), mask.to(device)
+    return collate(prompts, responses, device)
 
 def critical_tokens(a, b, digits):
     """Name to index in scratchpad(a, b) of each token that [V] appendix B lists as critical.
@@ -1453,10 +1444,10 @@ PRETRAINING_FIELDS = (
     "digits", "extra", "dial", "mistakes", "layers", "width", "heads", "window", "pretrain_steps",
     "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
 
-def new_model(cfg):
+def new_model(cfg, temperature=1.0):
     """A GPT as `cfg` has it, on its device."""
     model = GPT(cfg.layers, cfg.width, cfg.heads, cfg.window).to(cfg.device)
-    model.temperature = cfg.temperature
+    model.temperature = temperature
     return model
 
 def settings_that_count(cfg):
@@ -1562,7 +1553,7 @@ class Run:
         if not self.checkpoint.exists():
             return None
         self.saved = load(self.checkpoint, settings_that_count(self.cfg), self.cfg.device)
-        reference = new_model(self.cfg)
+        reference = new_model(self.cfg, self.cfg.temperature)
         restore(self.checkpoint, self.saved, dict(reference=reference))
         return reference, self.saved["pretrain_seconds"]
 
@@ -1694,7 +1685,8 @@ def chosen_policy(cfg, log, folder):
     path = Path(cfg.checkpoint).expanduser() / "checkpoint.pt"
     names = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
     saved = load(path, {name: getattr(cfg, name) for name in names}, cfg.device)
-    reference, policy = new_model(cfg), new_model(cfg)
+    reference = new_model(cfg, cfg.temperature)
+    policy = copy.deepcopy(reference)
     restore(path, saved, dict(reference=reference, policy=policy))
     open_run(cfg, folder)
     return reference, policy

@@ -285,8 +285,7 @@ def growth(groups, name):
     """Seconds of each phase of bench."""
     x, lines = [group.key[name] for group in groups], []
     for style, phase in zip(LOOKS, ("sampling", "scoring", "update", "pretraining")):
-        y = [group.final(f"phases.{phase}.seconds") for group in groups]
-        lines.append((phase, style, x, y))
+        lines.append((phase, style, x, [g.final(f"phases.{phase}.seconds") for g in groups]))
     return draw(name, {"seconds": lines})
 
 def mismatch(groups, _):
@@ -342,8 +341,8 @@ TRAINING = {"success at N+1, %": "accuracy_N+1", "success at N, %": "accuracy_N"
             "right n+1 comma: probability, %": "commas"}
 TOKENS = {f"line {line}, {operand} operand, %": f"line{line}_{operand}_n+1_comma"
           for operand in ("first", "second") for line in (1, 2, 3)}
-TRUST = {"success at N+1, %": "accuracy_N+1", "masked, in % of the tokens": "masked",
-         "largest pi - mu, in %, mean": "drift_max"}
+TRUST = {"reward, %": "reward", "masked, in % of the tokens": "masked",
+         "smallest pi - mu, in %, mean": "drift_min"}
 FIGURES = {  # name: (function, what it shows, settings in which the groups differ, those that are
     # shown once for each value, how many groups it needs, mode of their runs)
     "learning_curves": (curves, TRAINING, PENALTY, ("penalty",), 1, "RL"),

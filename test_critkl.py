@@ -640,7 +640,7 @@ def test_the_value_loss_trains_the_value_head_alone():
 
 
 def test_a_model_as_the_settings_have_it():
-    model = critkl.new_model(config(layers=2, window=4, temperature=2.0))
+    model = critkl.new_model(config(layers=2, window=4), temperature=2.0)
     assert (model.temperature, model.window, len(model.blocks)) == (2.0, 4, 2)
 
 

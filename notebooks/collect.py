@@ -196,13 +196,17 @@ def both(rows, when="after", places=0):
     """The means at N and at N+1: "98 / 97"."""
     return f"{plain(rows, f'N {when}', places)} / {plain(rows, f'N+1 {when}', places)}"
 
-def paired(rows, others, column="N+1 after"):
-    """Mean difference in points over the seeds that both have."""
+def differences(rows, others, column="N+1 after"):
+    """In points, of each seed that both have."""
     rows, others = by_seed(rows), by_seed(others)
     seeds = sorted(rows.keys() & others.keys())
     if not seeds:
         raise Missing("no seed that both have")
-    return plus_minus([100 * (rows[seed][column] - others[seed][column]) for seed in seeds])
+    return [100 * (rows[seed][column] - others[seed][column]) for seed in seeds]
+
+def paired(rows, others, column="N+1 after"):
+    """Mean difference in points over the seeds that both have."""
+    return plus_minus(differences(rows, others, column))
 
 def with_low_high(rows, column, places=1, scale=100):
     """Mean over seeds; of one seed the interval over its problems: "31 (23 to 41)"."""

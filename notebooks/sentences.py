@@ -13,6 +13,7 @@ import math
 from collect import Missing, both, by_seed, paired, pick, plain
 
 import critkl
+import torch
 
 DEFAULT = critkl.Config()
 WORDS = "no one two three four five six seven eight nine ten eleven twelve".split()
@@ -86,6 +87,16 @@ def scientific(x):
     """3e-4, not 0.0003 or 3e-04."""
     return f"{x:.0e}".replace("e-0", "e-")
 
+def choice(data):
+    """Two characters, the right one as likely as the n+1 commas before RL; J and J^beta."""
+    p = round(float(plain(runs(data, "critical"), "commas before")) / 100, 2)
+    V = len(critkl.VOCABULARY)
+    logits = torch.full((V,), -math.inf)
+    logits[:2] = torch.tensor([p, 1 - p]).log()
+    J = critkl.certainty(logits)
+    weight = critkl.kl_weight(J, DEFAULT.beta).item()
+    return [f"{p:.2f}", f"{1 - p:.2f}", f"{J.item():.2f}", scientific(weight)]
+
 def answer_length(digits):
     """Mean number of tokens of an answer, to ten."""
     problems = critkl.test_set(digits, 300, seed=0)
@@ -100,6 +111,7 @@ README = [
     ("up to {} digits (N = {})", lambda data: [WORDS[DEFAULT.digits], f"{DEFAULT.digits}"]),
     ("reinforcement learning on {} (N+1)", lambda data: [WORDS[DEFAULT.digits + DEFAULT.extra]]),
     ("With beta = {} only sure tokens are held", lambda data: [f"{DEFAULT.beta:g}"]),
+    ("(a choice of {} to {} has J = {} and the weight {})", choice),
     ("Mean over {} seeds and its 95% interval.",
      lambda data: [str(len(by_seed(runs(data, "critical"))))]),
     ("At the same alpha = {} the standard", lambda data: [f"{DEFAULT.alpha:g}"]),

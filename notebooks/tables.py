@@ -8,12 +8,15 @@ Of a sentence (SENTENCES) the numbers are replaced; where its lines are broken d
 What has no runs yet is left as it is. The files are made by collect.py.
 """
 import argparse
+import math
 import re
+import statistics
 import sys
 import textwrap
 
 from collect import (
-    REGION, ROOT, Missing, both, by_seed, load, mean, paired, pick, plain, with_low_high)
+    REGION, ROOT, Missing, both, by_seed, differences, load, mean, paired, pick, plain, plus_minus,
+    with_low_high)
 from sentences import ALLOWED, SENTENCES, WORDS, count
 
 import critkl
@@ -23,6 +26,15 @@ PENALTIES = ("none", "standard", "critical")
 COMMAS = [f"line {line}, {which}" for line in (1, 2, 3) for which in ("first", "second")]
 DEGREE = ("dial", "mistakes", "pretrain_steps")
 CERTAINTY = ("certainty", "certainty_temperature", "temperature")
+COMPARED = (
+    ("`dppo`", "`ppo`"), ("`dppo`", "`grpo_clip_higher`"), ("`dppo`", "`dppo`, anchor recomputed"),
+    ("`grpo_clip_higher`", "`minirl`"), ("`minirl`", "`minirl_tis`"),
+    ("`dppo`, divergence binary_kl, delta 0.05", "`dppo`"),
+    ("`dppo`, divergence topk_tv", "`dppo`"),
+    ("`dppo`, divergence topk_kl, delta 0.05", "`dppo`, divergence binary_kl, delta 0.05"),
+    ("`dppo`", "`negative_only`"),
+    *((f"`grpo_clip_higher`, relax {ends}", "`grpo_clip_higher`")
+      for ends in ("high", "low", "both")))
 
 # ---- Tables: functions of the data to rows of cells, the header first.
 
@@ -120,8 +132,8 @@ def method_list(data):
         table.append([f"`{name}`", mask, f"{cfg.ratio_cap:g}" if cfg.ratio_cap else "", anchor])
     return table
 
-def methods(data):
-    """[Q]: on fixed problems without a penalty. Of several such sets of runs the largest."""
+def strained(data):
+    """[Q]: the runs on fixed problems without a penalty. Of several such sets the largest."""
     sets = {}
     for row in data.runs:
         if row["fixed"] and row["penalty"] == "none":
@@ -130,7 +142,10 @@ def methods(data):
             sets.setdefault(str(rest), []).append(row)
     if not sets:
         raise Missing("no runs with --mode none --fixed")
-    rows = max(sets.values(), key=len)
+    return max(sets.values(), key=len)
+
+def methods(data):
+    rows = strained(data)
     table = [["method", "seeds", "reward, first", "reward, last", "less that of `ppo`", "N", "N+1",
               "smallest pi - mu, mean", "masked", "bad updates"]]
     ppo = [row for row in rows if row["region"] == "`ppo`"]
@@ -141,6 +156,22 @@ def methods(data):
         cells.insert(2, paired(group, ppo, "reward last") if ppo and group[0] not in ppo else "")
         table.append([method, len(by_seed(group)), *cells, mean(group, "drift_min mean", 0),
                       mean(group, "masked mean", 2), mean(group, "bad mean", 3)])
+    return table
+
+def power(data):
+    """How many seeds tell 10 points in the last reward, paired, with a power of 80% at 5%."""
+    rows = strained(data)
+    table = [["compared", "seeds", "reward, last: difference", "spread of it", "N: difference",
+              "seeds that tell 10 points of reward"]]
+    for first, second in COMPARED:
+        groups = [[row for row in rows if row["region"] == name] for name in (first, second)]
+        found = differences(*groups, "reward last")
+        if len(found) < 2:
+            raise Missing(f"less than two seeds of {first} and {second}")
+        spread = statistics.stdev(found)
+        needed = math.ceil(((1.96 + 0.84) * spread / 10) ** 2 + 1.96 ** 2 / 2)
+        table.append([f"{first} less {second}", len(found), plus_minus(found), f"{spread:.1f}",
+                      paired(*groups, "N after"), needed])
     return table
 
 def processors(data):
@@ -228,7 +259,8 @@ TABLES = {
     "degrees": lambda data: compare(data, *DEGREE),
     "certainty": lambda data: compare(data, *CERTAINTY),
     "crossed": lambda data: compare(data, "region", free=REGION),
-    "methods": methods, "method list": method_list, "processors": processors, "gap": gap,
+    "methods": methods, "power": power, "method list": method_list, "processors": processors,
+    "gap": gap,
     "evidence": evidence, "digits": digits, "speed": speed}
 
 def content(name, data):
