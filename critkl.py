@@ -30,8 +30,7 @@ Departures from the papers (D) and from their authors' code (C); the README expl
       One epoch of one minibatch is A2C, which [V] uses, but for whitening and the falling rate.
   D5  GAE with lambda = 1 (released: 0.95): the only reward comes at the end, some 280 tokens late.
   D6  Training and test problems are split by a hash of the two numbers, so they never overlap.
-  D7  Log-ratios are cut to [-20, 20] before exp. The ratio keeps the direction of its gradient; k3
-      loses there the gradient of its 1/r.
+  D7  Log-ratios are cut to [-20, 20] before exp. This bounds a token's weight; its gradient stays.
   D8  The value loss trains the value head alone, so it does not move the policy.
   D9  [V] table 1 is taken on the true answers; of the other tokens it gives the mean (paper: the
       minimum).
@@ -565,7 +564,13 @@ def whiten(x, mask):
 
 # ---- KL penalty, [V] section 4.
 
-LOG_LIMIT = 20.0  # |log-ratio| is cut here before exp (D7)
+LOG_LIMIT = 20.0
+
+def cut_log_ratio(logp, logp_other):
+    """log(pi / other), cut to [-20, 20] before exp, with the gradient of log pi all the same (D7):
+    this bounds a token's weight, but does not stop it."""
+    cut = (logp - logp_other).detach().clamp(-LOG_LIMIT, LOG_LIMIT)
+    return cut + (logp - logp.detach())                              # adds 0
 
 def entropy(logits):
     """Entropy of the policy, (..., V) to (...), in nats."""
@@ -593,8 +598,8 @@ def kl_weight(J, beta):
 def kl_estimate(logp, logp_ref, kind):
     """Estimate of KL(pi || ref) from actions drawn from pi (here mu, D11), (B, T) to (B, T), nats.
 
-    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r, its 1/r cut at e^20
-    (D7). As a loss, k2 has in expectation the gradient of the KL, k1 has 0 and k3 another one.
+    With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r (1/r: D7). As a loss,
+    k2 has in expectation the gradient of the KL, k1 has 0 and k3 another one.
     """
     log_ratio = logp - logp_ref
     if kind == "k1":
@@ -602,7 +607,7 @@ def kl_estimate(logp, logp_ref, kind):
     if kind == "k2":
         return log_ratio ** 2 / 2
     if kind == "k3":
-        return torch.expm1((-log_ratio).clamp(max=LOG_LIMIT)) + log_ratio
+        return torch.expm1(-cut_log_ratio(logp, logp_ref)) + log_ratio
     raise UserError(f"KL estimator {kind}: allowed are k1, k2, k3")
 
 def kl_exact(logits, logits_ref):
@@ -678,13 +683,6 @@ def gae(rewards, values, mask, gamma, lam):
         next_value = values[:, t]
     return advantages, advantages + values
 
-def policy_ratio(logp, logp_other):
-    """r = pi / other, (B, T), with the gradient r grad log pi. The log-ratio is cut to [-20, 20]
-    (D7): this bounds r, and so the size of the gradient, but does not stop it."""
-    log_ratio = (logp - logp_other).detach()
-    one = (logp - logp.detach()).exp()                               # with the gradient of log pi
-    return log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp() * one
-
 def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trust_region="clip",
                 D=None, delta=0.15, ratio_cap=math.inf, logp_anchor=None):
     """Surrogate loss of PPO, DPPO and the methods that [Q] compares; returns (scalar, info).
@@ -704,7 +702,7 @@ def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trus
     logp_mu = torch.where(mask, logp_mu, 0)
     logp_anchor = torch.where(mask, logp_anchor, 0)
     advantages = torch.where(mask, advantages, 0)
-    ratio = policy_ratio(logp, logp_anchor)
+    ratio = cut_log_ratio(logp, logp_anchor).exp()
     if trust_region == "clip":
         clipped = ratio.clamp(1 - eps_low, 1 + eps_high)
         objective = torch.min(ratio * advantages, clipped * advantages)
@@ -723,7 +721,7 @@ def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trus
     else:
         raise UserError(f"trust region {trust_region}: allowed are {', '.join(TRUST_REGIONS)}")
     # min(pi / mu, C) in place of pi / anchor; this weight is 1 for PPO and DPPO
-    weight = policy_ratio(logp, logp_mu).clamp(max=ratio_cap).detach() / ratio.detach()
+    weight = cut_log_ratio(logp, logp_mu).exp().clamp(max=ratio_cap).detach() / ratio.detach()
     loss = -masked_mean(weight * objective, mask)
     return loss, policy_diagnostics(logp, logp_mu, advantages, mask, keep)
 
@@ -892,7 +890,7 @@ def policy_diagnostics(logp, logp_mu, advantages, mask, keep):
     ratio pi / mu; drift: pi - mu of the sampled token; kl_mu: the k3 estimate of KL(mu || pi).
     """
     drift = torch.where(mask, logp.exp() - logp_mu.exp(), 0)
-    ratio = torch.where(mask, policy_ratio(logp, logp_mu), 1)
+    ratio = torch.where(mask, cut_log_ratio(logp, logp_mu).exp(), 1)
 
     def share(tokens):
         return masked_mean(tokens.float(), mask)

@@ -892,6 +892,9 @@ def test_kl_estimates_value_and_gradient_by_enumeration():
     close(found, [-0.5493, 0.5493], 1e-4)
     far = kl_estimate(torch.tensor(-200.0), torch.tensor(0.0), "k3")
     close(far, math.expm1(20) - 200)                                 # D7
+    lost = torch.tensor([-200.0, 200.0], requires_grad=True)         # r = e^-200 and e^200
+    kl_estimate(lost, torch.zeros(2), "k3").sum().backward()
+    close(lost.grad, [1 - math.exp(20), 1 - math.exp(-20)])          # pushes pi back up, not down
     with pytest.raises(UserError, match="k4"):
         kl_estimate(logp, reference, "k4")
 

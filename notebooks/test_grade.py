@@ -27,7 +27,7 @@ from steps import FUNCTIONS, HUNT, QUESTIONS, STEPS
 HERE = Path(grade.__file__).resolve().parent
 IMPORTS = ("import math\nimport torch\nimport torch.nn.functional as F\n"
            "import critkl\nfrom critkl import DIVERGENCES, LOG_LIMIT, UserError, kl_of_logp\n"
-           "from critkl import merge_rest, policy_diagnostics, policy_ratio, token_logp\n")
+           "from critkl import cut_log_ratio, merge_rest, policy_diagnostics, token_logp\n")
 STEP_OF = {name: title for title, step in STEPS.items() for name in step.functions}
 
 # name: function, text in its source, replacement
@@ -81,13 +81,13 @@ REPLACED = {
     "maximum for minimum": ("policy_loss", "torch.min(ratio", "torch.max(ratio"),
     "no clip at all": ("policy_loss", "torch.min(ratio * advantages, clipped * advantages)",
                        "ratio * advantages"),
-    "ratio inverted": ("policy_loss", "policy_ratio(logp, logp_anchor)",
-                       "policy_ratio(logp_anchor, logp)"),
+    "ratio inverted": ("policy_loss", "cut_log_ratio(logp, logp_anchor)",
+                       "cut_log_ratio(logp_anchor, logp)"),
     "gain for loss": ("policy_loss", "loss = -masked_mean", "loss = masked_mean"),
     "clipped at every loss": ("policy_loss", "clipped = ratio.clamp",
                               "ratio = clipped = ratio.clamp"),
-    "ratio without gradient": ("policy_loss", "policy_ratio(logp, logp_anchor)",
-                               "policy_ratio(logp, logp_anchor).detach()"),
+    "ratio without gradient": ("policy_loss", "cut_log_ratio(logp, logp_anchor)",
+                               "cut_log_ratio(logp, logp_anchor).detach()"),
     "policy loss with an unmasked mean": ("policy_loss", "masked_mean(weight * objective, mask)",
                                           "(weight * objective).mean()"),
     "sampled token missing from top-K": (
