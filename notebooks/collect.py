@@ -168,6 +168,18 @@ def pick(rows, *vary, policy="pretrained", **given):
     names = [name for name in ALIKE if name not in vary]
     return [row for row in rows if all(row[name] == wanted[name] for name in names)]
 
+def strained(data):
+    """[Q]: the runs on fixed problems without a penalty. Of several such sets the largest."""
+    sets = {}
+    for row in data.runs:
+        if row["fixed"] and row["penalty"] == "none":
+            rest = {name: x for name, x in row.items() if name in critkl.Config.__annotations__
+                    and name not in (*REGION, "mode", "seed")}
+            sets.setdefault(str(rest), []).append(row)
+    if not sets:
+        raise Missing("no runs with --mode none --fixed")
+    return max(sets.values(), key=len)
+
 def by_seed(rows):
     """{seed: row}. Of several the one with the most test problems, then with the fewest threads."""
     rows = sorted(rows, key=lambda row: (row["seed"], row["test_problems"], -row["threads"]))

@@ -10,7 +10,7 @@ whose numbers are names, settings in passing, or others' results.
 """
 import math
 
-from collect import Missing, both, by_seed, paired, pick, plain
+from collect import Missing, both, by_seed, mean, paired, pick, plain, strained, values
 
 import critkl
 import torch
@@ -82,6 +82,25 @@ def answers(data):
         mean, low, high = (100 * row[name + end] for end in ("", " low", " high"))
         numbers += [f"{mean:.0f}", f"{low:.0f} to {high:.0f}"]
     return numbers
+
+def strain(data, *regions):
+    """The runs under strain of each method."""
+    return [[row for row in strained(data) if row["region"] == name] for name in regions]
+
+def rewards(data, *regions):
+    return [mean(rows, "reward last") for rows in strain(data, *regions)]
+
+def reward_gap(data, first, second):
+    return paired(*strain(data, first, second), "reward last")
+
+def fallen(data, region):
+    """How many seeds end with less than 5% of reward."""
+    rows, = strain(data, region)
+    return WORDS[sum(reward < 5 for reward in values(rows, "reward last"))]
+
+def lowest(data, region):
+    rows, = strain(data, region)
+    return f"{min(values(rows, 'reward last')):.0f}"
 
 def scientific(x):
     """3e-4, not 0.0003 or 3e-04."""
@@ -176,6 +195,39 @@ RESULTS = [
      "answer), {} of these are decisive, and {} of these are on the list ({}%)", definition),
     ("Sampled answers are right in {}% ({}) at N+1, greedy ones in {}% ({})", answers)]
 
+PPO, DPPO, HIGHER = "`ppo`", "`dppo`", "`grpo_clip_higher`"
+KL, RECOMPUTED = "`dppo`, divergence binary_kl, delta 0.05", "`dppo`, anchor recomputed"
+RESULTS += [
+    ("the reward, {}% at first, falls to {}% (`pg_is`) and {}% (`cispo`); {} and {} of {} seeds "
+     "end below 5%",
+     lambda data: [plain(strain(data, PPO)[0], "reward first"),
+                   *rewards(data, "`pg_is`", "`cispo`"), fallen(data, "`pg_is`"),
+                   fallen(data, "`cispo`"), count(strain(data, "`cispo`")[0])]),
+    ("With the clip it rises to {}%, with the mask to {}%",
+     lambda data: rewards(data, PPO, DPPO)),
+    ("(binary TV {}) ends {} points of reward above the clip, paired over {} seeds; above "
+     "`grpo_clip_higher` it is {}, over {}",
+     lambda data: [f"{DEFAULT.delta:g}", reward_gap(data, DPPO, PPO),
+                   count(strain(data, DPPO)[0]), reward_gap(data, DPPO, HIGHER),
+                   count(strain(data, HIGHER)[0])]),
+    ("Anchored at mu `dppo` ends {} above itself with the anchor recomputed, `grpo_clip_higher` {} "
+     "above `minirl`",
+     lambda data: [reward_gap(data, DPPO, RECOMPUTED), reward_gap(data, HIGHER, "`minirl`")]),
+    ("the lowest seed of `dppo` ends at {}%, with the anchor recomputed at {}%",
+     lambda data: [lowest(data, DPPO), lowest(data, RECOMPUTED)]),
+    ("`minirl_tis` ends {} below `minirl`",
+     lambda data: [reward_gap(data, "`minirl`", "`minirl_tis`")]),
+    ("{} of {} seeds falls below 5% (mean {}). With 0.8, or the anchor recomputed, it is {} and {}",
+     lambda data: [fallen(data, "`negative_only`"), count(strain(data, "`negative_only`")[0]),
+                   *rewards(data, "`negative_only`", "`negative_only`, delta 0.8",
+                            "`negative_only`, anchor recomputed")]),
+    ("the high end {}, the low end {}, both {} points",
+     lambda data: [reward_gap(data, f"`grpo_clip_higher`, relax {ends}", HIGHER)
+                   for ends in ("high", "low", "both")]),
+    ("Top-K less binary: {} points for TV, {} for KL",
+     lambda data: [reward_gap(data, "`dppo`, divergence topk_tv", DPPO),
+                   reward_gap(data, "`dppo`, divergence topk_kl, delta 0.05", KL)])]
+
 SPEED = [
     ("two virtual cores, some {} GFLOP/s", lambda data: measured(data, "GFLOP/s a core")),
     ("took {} s on the Xeon where it was measured, and takes {} s here",
@@ -204,6 +256,8 @@ ALLOWED = [
     r"1 \+ log\(max p\) / log V at temperature 4", r"temperature 1\.|logits by 2",
     r"[Ll]ambda = 1\b", r"falls to 0", r"the ratio is 1\b", r"its 1/r", r"with reward 0",
     r"A [<>] 0", r"mu - pi >= 0\.5", r"k3", r"N = 2, pretrains", r"\[\d_\w+", r"N = 3", r"N = 13",
+    r"32 fixed problems", r"pass 0 or 100", r"10 points with a power of 80%", r"below 5%",
+    r"\(5\.\d\)|\(6\)|\(7\.3\)", r"With 0\.5 #|With 0\.8, or",
     # how things were measured before
     r"success at # is 0", r"commas are right with 97 to 99%", r"began at 97 to 99%", r"at 1 - #",
     r"promised 95\.6 / 46\.7|gave 99\.3 / 78\.6", r"400 steps of( 16 problems)?", r"60 problems",

@@ -16,7 +16,7 @@ import textwrap
 
 from collect import (
     REGION, ROOT, Missing, both, by_seed, differences, load, mean, paired, pick, plain, plus_minus,
-    with_low_high)
+    strained, with_low_high)
 from sentences import ALLOWED, SENTENCES, WORDS, count
 
 import critkl
@@ -132,19 +132,8 @@ def method_list(data):
         table.append([f"`{name}`", mask, f"{cfg.ratio_cap:g}" if cfg.ratio_cap else "", anchor])
     return table
 
-def strained(data):
-    """[Q]: the runs on fixed problems without a penalty. Of several such sets the largest."""
-    sets = {}
-    for row in data.runs:
-        if row["fixed"] and row["penalty"] == "none":
-            rest = {name: x for name, x in row.items() if name in critkl.Config.__annotations__
-                    and name not in (*REGION, "mode", "seed")}
-            sets.setdefault(str(rest), []).append(row)
-    if not sets:
-        raise Missing("no runs with --mode none --fixed")
-    return max(sets.values(), key=len)
-
 def methods(data):
+    """[Q]: all methods under strain."""
     rows = strained(data)
     table = [["method", "seeds", "reward, first", "reward, last", "less that of `ppo`", "N", "N+1",
               "smallest pi - mu, mean", "masked", "bad updates"]]
