@@ -15,16 +15,18 @@ A language model that adds on a scratchpad is pretrained on numbers of up to N d
 ones with planted mistakes (D2), then trained by RL on N+1. B episodes, T positions, V tokens; mu is
 the rollout policy, pi the policy being trained, ref the frozen pretrained one. Position t holds the
 state ids[:, :t+1] and the action ids[:, t+1], so all (B, T) tensors of a batch with T+1 tokens line
-up. my_share, gather_rows and average_gradients act only where several processes train together.
+up; where L is used, L = T+1. A function that is called before it is defined stands below the ruler
+after `train`; my_share, gather_rows and average_gradients act only where several processes train.
 
 Departures from the papers (D) and from their authors' code (C); the README explains each.
   D1  Model: a position's input is the embedding of its token and half of that of the token before;
       rotary positions on half of the channels; layer norm without parameters; no biases but the
       value head's.
-  D2  Planted mistakes: a share `dial` of the pretraining problems has N+1 digits. There each list
-      in lines 1 to 3 that is longer than operands of N digits make it is closed one digit early
-      with probability `mistakes`. The model of [V] makes this mistake by itself at N = 7;
-      one that is trained in minutes makes it always or never. See `close_early`.
+  D2  Planted mistakes: a share `dial` of the pretraining problems is longer, drawn like those of
+      RL. There each list of two digits or more, in lines 1 to 3, that is longer than operands of N
+      digits make it is closed one digit early with probability `mistakes`. The model of [V] makes
+      this mistake by itself at N = 7; one that is trained in minutes makes it always or never. See
+      `close_early`.
   D3  Pretraining: Muon for the hidden matrices, AdamW for the rest.
   D4  PPO with whitened advantages and a falling learning rate; other defaults than [V] tables 2, 3.
       One epoch of one minibatch is A2C, which [V] uses, but for whitening and the falling rate.
@@ -41,8 +43,8 @@ Departures from the papers (D) and from their authors' code (C); the README expl
   C2  [V] temperature 1. Released: RL divides logits by 2, --temperature 2.
   C3  [V] the KL term is added to the loss. The released PPO class subtracts it (the paper
       ran A2C).
-  C4  [Q] nothing is added inside logarithms (released: 1e-8); no cap on the ratio (released: 10);
-      the sampled token joins the top K (released: it replaces the K-th).
+  C4  [Q] nothing is added inside logarithms (released: 1e-8); no cap on the ratio (released: 10;
+      --ratio-cap); the sampled token joins the top K (released: it replaces the K-th).
 """
 import argparse
 import copy
@@ -82,7 +84,7 @@ class UserError(ValueError):
 PRESETS = {
     "laptop": dict(),
     "laptop7": dict(digits=7, dial=0.0, pretrain_steps=12000, window=8),
-    # GPT-2 small without its embeddings, A2C; from iterations on [V] tables 2 and 3, section 5.3
+    # GPT-2 small (85M without embeddings); from iterations to the end [V] tables 2 and 3, A2C
     "paper": dict(
         digits=7, dial=0.0, layers=12, width=768, heads=12, pretrain_steps=20000,
         pretrain_batch=64, pretrain_lr=2e-3, iterations=1000, episodes=50, epochs=1, minibatch=50,
@@ -95,7 +97,7 @@ MODE_SETTINGS = {
     "critical": dict(penalty="critical"),
     "dppo": dict(penalty="none", method="dppo"),
 }
-# what [Q] compares: mask, its bounds, cap C and anchor of Eq. 23
+# what [Q] compares by Eq. 23: the mask and its bounds, the cap C, the anchor of the ratio
 METHODS = {
     "ppo": dict(trust_region="clip"),
     "pg_is": dict(trust_region="none"),
@@ -154,7 +156,8 @@ class Config:
     episodes: int = option(64, "rollouts per iteration", 1, 4096, needs=NEEDS_RL)
     epochs: int = option(2, "passes over each batch of rollouts", 1, 100, needs=NEEDS_RL)
     minibatch: int = option(16, "episodes per optimizer step", 1, 4096, needs=NEEDS_RL)
-    lr: float = option(3e-4, "learning rate of RL (falls linearly to 0)", 0, 1, needs=NEEDS_RL)
+    lr: float = option(3e-4, "learning rate of RL (falls linearly to 0)", 0, 1,
+                      needs=("mode", RL_MODES))
     gamma: float = option(1.0, "discount", 0, 1, needs=("advantage", ("gae",)))
     lam: float = option(1.0, "lambda of GAE", 0, 1, needs=("advantage", ("gae",)))
     value_coef: float = option(1.0, "coefficient of the value loss", 0, 1e6,
@@ -198,7 +201,7 @@ class Config:
     group: int = option(8, "answers per problem with group advantages", 2, 4096,
                         needs=("advantage", ("group",)))
     sampler_dtype: str = option("float32", "weights of the sampler",
-                                choices=("float32", "bfloat16"), needs=NEEDS_RL)
+                                choices=("float32", "bfloat16"), needs=("mode", RL_MODES))
     staleness: int = option(1, "iterations for which the sampler keeps its weights", 1, 10**6,
                             needs=("mode", RL_MODES))
     fixed: int = option(0, "RL on this many fixed problems, which the pretrained model solves "
@@ -291,7 +294,7 @@ def close_early(digits, line, cfg, rng):
     1 to 3 loses its last digit with probability cfg.mistakes. For N = 3, in line 1:
         close_early("2033", 1, ...)    "203" or "2033": its list [2,0,3,3] is longer than N
         close_early("203", 1, ...)     "203"
-    and in line 2 "203" may become "20", but "20" stays.
+    and in line 2 "203" may become "20", but "20" stays. A list of one digit has no comma to lose.
     """
     known = max(cfg.digits + 1 - line, 1)
     if line <= 3 and len(digits) > known and rng.random() < cfg.mistakes:
@@ -361,7 +364,7 @@ def rotate(x, cos, sin):
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1).to(x.dtype)
 
 class Block(nn.Module):
-    """Attention and MLP. `local`: sees the last `window` tokens alone. `rotary`: has positions."""
+    """Attention and MLP. `local`: GPT's mask hides all but the last tokens. `rotary`: positions."""
 
     def __init__(self, width, heads, local=False, rotary=True):
         super().__init__()
@@ -375,8 +378,8 @@ class Block(nn.Module):
 
     def forward(self, x, cos, sin, mask=None, cache=None, positions=None):
         """x (B, T, width) to the same. Without a mask attention is causal. A cache (2, B, L, heads,
-        C) takes the keys and values of these positions (B, T); with a mask (B, 1, T, S) they
-        attend to its first S positions."""
+        C) takes the keys and values of these positions (B, T); with a mask (B, 1, T, S) the T
+        queries attend to the cache's first S positions."""
         B, T, width = x.shape
         qkv = self.qkv(norm(x)).view(B, T, 3, self.heads, width // self.heads)
         q, k, v = qkv.unbind(2)                                      # (B, T, heads, C) each
@@ -428,8 +431,8 @@ class GPT(nn.Module):
 
     def forward(self, ids, cache=None, start=None, before=None):
         """Without `start` each row begins at position 0. With `start` (B,), row i goes on at
-        position start[i] and sees what `cache` holds before it; `before` (B, T) are then the tokens
-        one position earlier. The cache is written in place. CUDA computes in bfloat16 autocast."""
+        position start[i] and sees what `cache` holds before it; `before` (B, T) are then the ids
+        one position earlier (D1). The cache is written in place. CUDA computes in bfloat16."""
         B, T = ids.shape
         if before is None:
             before = F.pad(ids, (1, 0), value=TOKEN_ID[PAD])[:, :T]
@@ -524,10 +527,10 @@ def newlines_after_slash(ids):
 def generate(policy, prompts, limit, noise=None):
     """Sample one response for each prompt; greedy without noise.
 
-    prompts: B token lists. limit: most response tokens. noise: (B, longest prompt + limit, V).
-    A response ends with the newline after its result (the second after "/"), or at the limit.
-    Returns ids (B, L) and mask (B, L-1) as `collate` does, and the policy's logits (B, L-1, V) and
-    values (B, L-1) on them.
+    prompts: B token lists. limit: most response tokens. noise: (B, longest prompt + limit, V), on
+    the policy's device. A response ends with the newline after its result (the second after "/") or
+    at the limit. Returns ids (B, L) and mask (B, L-1) as `collate` does, and the policy's logits
+    (B, L-1, V) and values (B, L-1) on them.
     """
     device = policy.device
     ids, _ = collate(prompts, [[TOKEN_ID[PAD]] * limit] * len(prompts), device)
@@ -599,7 +602,7 @@ def kl_estimate(logp, logp_ref, kind):
     """Estimate of KL(pi || ref) from actions drawn from pi (here mu, D11), (B, T) to (B, T), nats.
 
     With r = pi / ref: k1 = log r, k2 = (log r)^2 / 2, k3 = 1/r - 1 + log r (1/r: D7). As a loss,
-    k2 has in expectation the gradient of the KL, k1 has 0 and k3 another one.
+    k2 has in expectation the gradient of the KL, k1 has 0 and k3 that of KL(ref || pi).
     """
     log_ratio = logp - logp_ref
     if kind == "k1":
@@ -618,7 +621,7 @@ def kl_of_logp(logp, logq):
     """KL(p || q) of log-probabilities, (..., V) to (...), at least 0. inf where q = 0 < p.
 
     Each token adds p log(p / q) + q - p, which sums to the same and is never negative. Where p and
-    q are close it is computed as p (expm1(d) - d) with d = log(q / p), to keep it from rounding.
+    q are close it is computed as p (expm1(d) - d), d = log(q / p), in which nothing cancels.
     """
     p, q = logp.exp(), logq.exp()
     d = torch.where(p > 0, logq - logp, 0)
@@ -720,7 +723,7 @@ def policy_loss(logp, logp_mu, advantages, mask, eps_low=0.2, eps_high=0.2, trus
         objective = ratio * advantages
     else:
         raise UserError(f"trust region {trust_region}: allowed are {', '.join(TRUST_REGIONS)}")
-    # min(pi / mu, C) in place of pi / anchor; this weight is 1 for PPO and DPPO
+    # the objective holds pi / anchor, Eq. 23 wants the constant min(pi / mu, C); 1 for PPO and DPPO
     weight = cut_log_ratio(logp, logp_mu).exp().clamp(max=ratio_cap).detach() / ratio.detach()
     loss = -masked_mean(weight * objective, mask)
     return loss, policy_diagnostics(logp, logp_mu, advantages, mask, keep)
@@ -764,7 +767,7 @@ def score(model, ids):
     return gather_rows(torch.cat([model(piece[:, :-1])[0] for piece in pieces]))
 
 def rollout(policy, problems, seed=None):
-    """Sample (greedy without a seed) and grade an answer each. Drafts, guesses, only save time."""
+    """Answer each problem (greedy without a seed) and grade it. Drafts change the time alone."""
     prompts = [encode(prompt(a, b)) for a, b in problems]
     drafts = [encode(scratchpad(a, b)) for a, b in problems]
     limit = max(map(len, drafts)) + 16
@@ -779,14 +782,15 @@ def rollout(policy, problems, seed=None):
     return Rollout(problems, ids, mask, logits, values, torch.tensor(correct).to(policy.device))
 
 def prepare(sampled, policy, reference, cfg):
-    """The Batch of a Rollout: advantages, and what mask and penalty need of policy (before the
-    update) and reference."""
+    """The Batch of a Rollout: advantages, the anchor's logits (the policy's, before the update, if
+    recomputed) for the mask, the reference's and J^beta for the penalty."""
     ids, mask = sampled.ids, sampled.mask
     last = mask & ~F.pad(mask[:, 1:], (0, 1))                        # the last action of an episode
     rewards = torch.where(last, sampled.correct[:, None], 0)
     advantages, returns = gae(rewards, sampled.values, mask, cfg.gamma, cfg.lam)
-    advantages = whiten(advantages, mask)
-    if cfg.advantage == "group":                                     # not divided by the spread
+    if cfg.advantage == "gae":
+        advantages = whiten(advantages, mask)
+    else:                                                            # not divided by the spread
         grouped = sampled.correct.view(-1, cfg.group)
         advantages = (grouped - grouped.mean(1, keepdim=True)).view(-1, 1).expand_as(mask)
     batch = Batch(ids[:, :-1], ids[:, 1:], mask, token_logp(sampled.logits, ids[:, 1:]),
@@ -885,7 +889,7 @@ def train(cfg, log, folder):
 def policy_diagnostics(logp, logp_mu, advantages, mask, keep):
     """How far pi is from mu, and what the trust region dropped: name to 0-dimensional tensor.
 
-    Shares of the response tokens: masked (dropped), and of them with A > 0 and A < 0; bad: A < 0
+    Shares of all response tokens: masked (dropped); masked and A > 0, masked and A < 0; bad: A < 0
     and mu - pi >= 0.5, [Q] section 5.3; cut: the log-ratio is beyond D7's limit. Extremes of the
     ratio pi / mu; drift: pi - mu of the sampled token; kl_mu: the k3 estimate of KL(mu || pi).
     """
@@ -1002,7 +1006,7 @@ def pretraining_lr(step, cfg):
 # ---- Drafted sampling: the tokens of `generate`, two to four times as fast. The true scratchpad
 # serves as a draft. One parallel pass scores all of it, each row keeps its own samples up to the
 # first that differs from the draft, and goes on from there with a later part of the draft as the
-# next guess. Every token kept is the sample that `generate` draws from the same noise: it is exact.
+# next guess. Every token kept is what `generate` draws from the same noise, but for rounding.
 
 @torch.no_grad()
 def generate_drafted(policy, prompts, drafts, limit, noise=None, chunk=24):
@@ -1089,8 +1093,8 @@ def digits_alike(ids):
     is_digit = (ids >= TOKEN_ID["0"]) & (ids <= TOKEN_ID["9"])
     return torch.where(is_digit, TOKEN_ID["0"], ids)
 
-# ---- Evaluation. Under teacher forcing the product of the token probabilities is the exact
-# probability of sampling the true scratchpad: no sampling noise, a lower bound of graded success.
+# ---- Evaluation, and the problems of RL. Under teacher forcing the product of the probabilities of
+# all tokens is that of sampling the true scratchpad: exact, and a lower bound of graded success.
 
 SETS = ("N", "N+1", "N+2", "N+3")                                    # digits of the longer operand
 
@@ -1186,8 +1190,9 @@ def interval(values, resamples=1000):
     if (values == values[0]).all() and mean in (0.0, 1.0):
         width = 1.96 ** 2 / (n + 1.96 ** 2)
         return (0.0, 0.0, width) if mean == 0 else (1.0, 1 - width, 1.0)
-    index = torch.randint(n, (resamples, n), generator=torch.Generator().manual_seed(0))
-    low, high = values[index].mean(1).quantile(torch.tensor([0.025, 0.975])).tolist()
+    generator = torch.Generator().manual_seed(0)
+    means = [values[torch.randint(n, (n,), generator=generator)].mean() for _ in range(resamples)]
+    low, high = torch.stack(means).quantile(torch.tensor([0.025, 0.975])).tolist()
     return mean, low, high
 
 def test_accuracy(model, cfg, count, log=None):
@@ -1215,14 +1220,16 @@ def fixed_problems(reference, cfg):
     Raises UserError where 10,000 tries do not give as many."""
     rng = stream(cfg.seed, "fixed")
     chosen = {}
-    for _ in range(100):
-        if len(chosen) >= cfg.fixed:
-            return list(chosen)[:cfg.fixed]
+    for _ in range(100 if cfg.fixed else 0):
         problems = [rl_problem(rng, cfg) for _ in range(100)]
         expected, _ = examine(reference, problems, cfg.digits)
         for problem, p in zip(problems, expected.tolist()):
             if 0.05 <= p <= 0.95:
                 chosen[problem] = p
+        if len(chosen) >= cfg.fixed:
+            break
+    if len(chosen) >= cfg.fixed:
+        return list(chosen)[:cfg.fixed]
     raise UserError(f"--fixed {cfg.fixed}: of 10,000 problems the pretrained model solves only "
                     f"{len(chosen)} sometimes")
 
@@ -1441,6 +1448,7 @@ FREE_FIELDS = ("out", "name", "json", "preset")                      # change no
 PRETRAINING_FIELDS = (
     "digits", "extra", "dial", "mistakes", "layers", "width", "heads", "window", "pretrain_steps",
     "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
+POLICY_FIELDS = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
 
 def new_model(cfg, temperature=1.0):
     """A GPT as `cfg` has it, on its device."""
@@ -1499,6 +1507,7 @@ class PretrainingRun:
             self.done, self.seconds = saved["done"], saved["seconds"]
             restore(self.path, saved, self.parts())
         self.began = time.monotonic() - self.seconds
+        log.patient = self.done < cfg.pretrain_steps
 
     def parts(self):
         """What the file holds: the optimizers too, until the model is whole."""
@@ -1563,13 +1572,14 @@ class Run:
         if self.saved is None:
             self.evaluate()
             self.save()
-            return
-        restore(self.checkpoint, self.saved, self.parts)
-        self.done = self.saved["done"]
-        self.rows = self.saved["rows"]
-        self.recent = self.saved["recent"]
-        self.began -= self.saved["seconds"]
-        self.log.line(f"{self.folder}: goes on after iteration {self.done}")
+        else:
+            restore(self.checkpoint, self.saved, self.parts)
+            self.done = self.saved["done"]
+            self.rows = self.saved["rows"]
+            self.recent = self.saved["recent"]
+            self.began -= self.saved["seconds"]
+            self.log.line(f"{self.folder}: goes on after iteration {self.done}")
+        self.log.patient = self.done < self.cfg.iterations
 
     def iteration_done(self, sampled, info):
         """After each iteration: count, show, evaluate and save when due; KeyboardInterrupt if
@@ -1681,8 +1691,7 @@ def chosen_policy(cfg, log, folder):
         reference, _ = pretrain(cfg, log)
         return reference, reference
     path = Path(cfg.checkpoint).expanduser() / "checkpoint.pt"
-    names = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
-    saved = load(path, {name: getattr(cfg, name) for name in names}, cfg.device)
+    saved = load(path, {name: getattr(cfg, name) for name in POLICY_FIELDS}, cfg.device)
     reference = new_model(cfg, cfg.temperature)
     policy = copy.deepcopy(reference)
     restore(path, saved, dict(reference=reference, policy=policy))
@@ -1794,7 +1803,7 @@ def inspect(cfg, log, folder):
         policy=likeliest(score(policy, answer.ids)[answer.mask])))
 
 def in_colour(character, J):
-    """For a terminal: red where J is 0.8 or less, yellow, green at 1."""
+    """For a terminal: from red, where J is 0.8 or less, over orange to yellow-green at 1."""
     level = min(5, max(0, round(25 * J - 20)))
     return f"\033[38;5;{196 - 36 * max(0, level - 3) + 6 * level}m{character}"
 
@@ -1840,7 +1849,7 @@ def bench(cfg, log, folder):
         print(json.dumps(result))
 
 def mean_seconds(call, cfg):
-    """Mean time of three calls after a first one."""
+    """Mean time of three calls, after two to warm up."""
     from torch.utils.benchmark import Timer                          # imports much: only when asked
     return Timer("call()", globals=dict(call=call), num_threads=cfg.threads).timeit(3).mean
 
@@ -1889,6 +1898,8 @@ def check(cfg):
     require(re.fullmatch(r"([\w+=-][\w.+=-]{0,99})?", cfg.name), "name",
             "up to 100 letters, digits and _ + = - ., no . first")
     require(cfg.mode != "pretrain" or cfg.iterations == 0, "iterations", "0 with --mode pretrain")
+    require(cfg.mode not in PENALTIES or cfg.penalty == cfg.mode, "penalty",
+            f"{cfg.mode} with --mode {cfg.mode}")
     require(re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", cfg.device), "device",
             "auto, cpu, cuda, cuda:1 (or another number), mps")
     number = "(0|[1-9][0-9]{0,29})"
@@ -1918,7 +1929,7 @@ def parse(argv):
                         help="go on with a stopped run, with its own settings")
     given = vars(parser.parse_args(argv))
     if "resume" not in given:
-        return make_config(given), None
+        return make_config(of_checkpoint(given) | given), None
     folder = Path(given.pop("resume")).expanduser()
     if given:
         raise UserError(f"--resume {folder}: goes on with the run's own settings; leave out "
@@ -1926,6 +1937,15 @@ def parse(argv):
     cfg = read_config(folder)
     cfg.out = str(folder.parent)
     return cfg, folder
+
+def of_checkpoint(given):
+    """The settings that the policy in --checkpoint was made with, where they are not the defaults.
+    Raises UserError where it has no config.json."""
+    if given.get("mode") not in ("evaluate", "inspect") or not given.get("checkpoint"):
+        return {}
+    made = read_config(Path(given["checkpoint"]).expanduser())
+    return {name: getattr(made, name) for name in POLICY_FIELDS
+            if getattr(made, name) != getattr(Config, name)}
 
 def start(cfg):
     """Resolve device and threads into `cfg`. Raises UserError where the device is not there."""

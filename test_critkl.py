@@ -185,6 +185,7 @@ def test_every_number_outside_its_range_is_named(field):
     "--relax-below 0.3", "--anchor recomputed --method pg_is", "--gamma 0.9 --advantage group",
     "--lam 0.9 --advantage group", "--value-coef 0.5 --advantage group", "--lr 0.1 --mode pretrain",
     "--iterations 5 --mode pretrain", "--episodes 32 --mode evaluate", "--fixed 3 --mode bench",
+    "--lr 0.1 --mode bench", "--sampler-dtype bfloat16 --mode bench",
     "--eval-every 3 --mode evaluate", "--staleness 2 --mode inspect --problem 1+2",
     "--mistakes 0.5 --dial 0", "--mistakes 0.5 --preset laptop7"])
 def test_a_setting_without_effect_is_refused(line):
@@ -195,10 +196,20 @@ def test_a_setting_without_effect_is_refused(line):
 
 
 @pytest.mark.parametrize("line", [
+    "--penalty critical --mode none", "--penalty standard", "--penalty none --mode standard",
+    "--iterations 5 --mode pretrain"])
+def test_a_setting_against_the_mode_is_refused(line):
+    """A folder named after the mode would hold another one's run."""
+    with pytest.raises(UserError, match=re.escape(" ".join(line.split()[:2]))):
+        critkl.parse(line.split())
+
+
+@pytest.mark.parametrize("line", [
     "--mode dppo --divergence kl --delta 0.05", "--method negative_only --delta 0.8",
     "--advantage group --group 4", "--mode inspect --problem 1+2", "--mode bench --json",
     "--mode dppo --divergence topk_kl --top-k 5", "--relax low --relax-below 0.3",
-    "--method minirl --eps-high 0.3", "--dial 0 --mistakes 0", "--preset laptop7 --mistakes 0"])
+    "--method minirl --eps-high 0.3", "--dial 0 --mistakes 0", "--preset laptop7 --mistakes 0",
+    "--penalty critical", "--mode standard --method dppo", "--mode dppo --penalty critical"])
 def test_a_setting_with_an_effect_is_taken(line):
     critkl.parse(line.split())
 
@@ -623,7 +634,8 @@ def test_pretraining_does_not_know_the_temperature_of_rl(tmp_path):
     """Both runs would share one file, so that which came first would decide."""
     found = []
     for temperature in (1.0, 2.0):
-        cfg = config(temperature=temperature, pretrain_steps=3, out=str(tmp_path / f"{temperature}"))
+        out = str(tmp_path / f"{temperature}")
+        cfg = config(temperature=temperature, pretrain_steps=3, out=out)
         model, _ = critkl.pretrain(cfg, critkl.Log(quiet=True))
         assert model.temperature == temperature
         found.append(critkl.digest(model.state_dict()))
@@ -2094,8 +2106,9 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("when, step, number", [
-    *(("pretraining", 7, number) for number in SIGNALS), ("pretraining", 20, signal.SIGINT),
-    *(("iteration", 3, number) for number in SIGNALS), ("iteration", 4, signal.SIGINT),
+    *(("pretraining", 7, number) for number in SIGNALS), ("pretraining", 1, signal.SIGINT),
+    ("pretraining", 20, signal.SIGINT), *(("iteration", 3, number) for number in SIGNALS),
+    ("iteration", 1, signal.SIGINT), ("iteration", 4, signal.SIGINT),
     ("evaluating", 8, signal.SIGINT)])
 def test_stopped_and_resumed_equals_straight(when, step, number, critical_run, tmp_path):
     """By Ctrl-C or a cluster's signals: exit code 130, nothing is lost, equal in the end; also in
@@ -2410,8 +2423,10 @@ def test_a_damaged_checkpoint_is_not_looked_at(copied, tmp_path):
 
 
 def test_the_policy_of_a_checkpoint_is_the_one_looked_at(critical_run, tmp_path):
-    cfg, _ = critkl.parse(["--mode", "evaluate", *TINY, "--out", str(tmp_path), "--checkpoint",
-                           str(critical_run)])
+    """Its settings need not be given again."""
+    cfg, _ = critkl.parse(["--mode", "evaluate", "--device", "cpu", "--out", str(tmp_path),
+                           "--checkpoint", str(critical_run)])
+    assert (cfg.digits, cfg.width, cfg.pretrain_steps) == (1, 16, 20)
     log = critkl.Log(quiet=True)
     reference, policy = critkl.chosen_policy(cfg, log, tmp_path / "x")
     saved = state(critical_run)

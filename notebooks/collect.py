@@ -168,16 +168,16 @@ def pick(rows, *vary, policy="pretrained", **given):
     names = [name for name in ALIKE if name not in vary]
     return [row for row in rows if all(row[name] == wanted[name] for name in names)]
 
-def strained(data):
-    """[Q]: the runs on fixed problems without a penalty. Of several such sets the largest."""
+def strained(data, penalty="none"):
+    """[Q]: the runs on fixed problems with a penalty. Of several such sets the largest."""
     sets = {}
     for row in data.runs:
-        if row["fixed"] and row["penalty"] == "none":
+        if row["fixed"] and row["penalty"] == penalty:
             rest = {name: x for name, x in row.items() if name in critkl.Config.__annotations__
                     and name not in (*REGION, "mode", "seed")}
             sets.setdefault(str(rest), []).append(row)
     if not sets:
-        raise Missing("no runs with --mode none --fixed")
+        raise Missing(f"no runs with --mode {penalty} --fixed")
     return max(sets.values(), key=len)
 
 def by_seed(rows):

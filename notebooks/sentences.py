@@ -124,6 +124,9 @@ def answer_length(digits):
 
 FALLS_SHORT = [("critical", 0), ("critical", 3), ("none", 0), ("none", 3)]
 
+PPO, DPPO, HIGHER = "`ppo`", "`dppo`", "`grpo_clip_higher`"
+KL, RECOMPUTED = "`dppo`, divergence binary_kl, delta 0.05", "`dppo`, anchor recomputed"
+
 README = [
     ("A language model of {} parameters",
      lambda data: [f"{runs(data, 'critical', 0)[0]['parameters']:,.0f}"]),
@@ -145,7 +148,7 @@ README = [
      lambda data: [f"{DEFAULT.alpha:g}", gap(data, "critical", "standard"),
                    gap(data, "critical", "none", "N after")]),
     ("with alpha {} the standard penalty reaches as much at N+1 ({} at N / N+1), so alpha {} is "
-     "badly tuned for it; critical with alpha 2 ends {} above it at N.",
+     "badly tuned for it; at N they cannot be told apart (critical with alpha 2 ends {} above it).",
      lambda data: ["0.2", both(runs(data, "standard", alpha=0.2)), f"{DEFAULT.alpha:g}",
                    paired(runs(data, "critical"), runs(data, "standard", alpha=0.2), "N after")]),
     ("At three times the learning rate only critical holds ({}; none {}, standard with alpha 0.2 "
@@ -155,13 +158,17 @@ README = [
                    count(runs(data, "critical", lr=1e-3))]),
     ("(critical {} and {}, none {} and {}), the freed comma",
      lambda data: of_seeds(data, *FALLS_SHORT)),
+    ("the reward falls to {}% without a trust region and rises to {}% with the clip of PPO and {}% "
+     "with the mask of DPPO, {} points above it (paired, {} seeds;",
+     lambda data: [*rewards(data, "`pg_is`", PPO, DPPO), reward_gap(data, DPPO, PPO),
+                   count(strain(data, DPPO)[0])]),
     ("`dial` = {} of the pretraining problems", lambda data: [f"{DEFAULT.dial:g}"]),
     ("with probability `mistakes` = {}", lambda data: [f"{DEFAULT.mistakes:g}"]),
     ("which are right before RL ({}% at N+1)", lambda data: answers(data)[2:3]),
     ("Model: {} layers of width {} with {} heads",
      lambda data: [str(x) for x in (DEFAULT.layers, DEFAULT.width, DEFAULT.heads)]),
-    ("PPO: {} epochs of minibatches of {} episodes",
-     lambda data: [WORDS[DEFAULT.epochs], str(DEFAULT.episodes)]),
+    ("PPO: {} epochs over {} episodes in minibatches of {}",
+     lambda data: [WORDS[DEFAULT.epochs], str(DEFAULT.episodes), str(DEFAULT.minibatch)]),
     ("Defaults: alpha {}, learning rate {}, value coefficient {}",
      lambda data: [f"{DEFAULT.alpha:g}", scientific(DEFAULT.lr), f"{DEFAULT.value_coef:g}"]),
     ("the end, some {} tokens late",
@@ -195,8 +202,6 @@ RESULTS = [
      "answer), {} of these are decisive, and {} of these are on the list ({}%)", definition),
     ("Sampled answers are right in {}% ({}) at N+1, greedy ones in {}% ({})", answers)]
 
-PPO, DPPO, HIGHER = "`ppo`", "`dppo`", "`grpo_clip_higher`"
-KL, RECOMPUTED = "`dppo`, divergence binary_kl, delta 0.05", "`dppo`, anchor recomputed"
 RESULTS += [
     ("the reward, {}% at first, falls to {}% (`pg_is`) and {}% (`cispo`); {} and {} of {} seeds "
      "end below 5%",
@@ -252,7 +257,7 @@ ALLOWED = [
     r"\| \[[VQ]\][^|]*\|", r"\*\*[DC]\d+\*\*", r"D\d+(, D\d+ to D\d+)?", r"Eq\. \d+", r"bfloat16",
     r"A2C with 85M|GPT-2, 85M|A2C, 50 episodes|A2C\b|on 50 generations|Table 1 of",
     r"a (GPU|card) of 24 GB",
-    r"5 or 10, 1e-6, 0\.1, 0\.0005", r"0\.001 \(text: 0\.0005", r"\(released: (0\.95|10|1e-8)",
+    r"5 or 10, 1e-6, 0\.1, 0\.0005", r"entropy coefficient 0\.001", r"\(released: (0\.95|10|1e-8)",
     r"1 \+ log\(max p\) / log V at temperature 4", r"temperature 1\.|logits by 2",
     r"[Ll]ambda = 1\b", r"falls to 0", r"the ratio is 1\b", r"its 1/r", r"with reward 0",
     r"A [<>] 0", r"mu - pi >= 0\.5", r"k3", r"N = 2, pretrains", r"\[\d_\w+", r"N = 3", r"N = 13",

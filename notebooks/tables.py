@@ -147,6 +147,21 @@ def methods(data):
                       mean(group, "masked mean", 2), mean(group, "bad mean", 3)])
     return table
 
+def strain_crossed(data):
+    """[Q]'s strain with and without the critical penalty, over the seeds that a row shares."""
+    table = [["trust region", "seeds", *(f"{name}, {penalty}" for name in ("reward", "N", "N+1")
+                                         for penalty in ("none", "critical"))]]
+    for region in ("`pg_is`", "`ppo`", "`dppo`"):
+        groups = [by_seed([row for row in strained(data, penalty) if row["region"] == region])
+                  for penalty in ("none", "critical")]
+        shared = sorted(groups[0].keys() & groups[1].keys())
+        if not shared:
+            raise Missing(f"no runs of {region} with --mode critical --fixed")
+        cells = [mean([group[seed] for seed in shared], column)
+                 for column in ("reward last", "N after", "N+1 after") for group in groups]
+        table.append([region, len(shared), *cells])
+    return table
+
 def power(data):
     """How many seeds tell 10 points in the last reward, paired, with a power of 80% at 5%."""
     rows = strained(data)
@@ -248,9 +263,9 @@ TABLES = {
     "degrees": lambda data: compare(data, *DEGREE),
     "certainty": lambda data: compare(data, *CERTAINTY),
     "crossed": lambda data: compare(data, "region", free=REGION),
-    "methods": methods, "power": power, "method list": method_list, "processors": processors,
-    "gap": gap,
-    "evidence": evidence, "digits": digits, "speed": speed}
+    "strain crossed": strain_crossed, "methods": methods, "power": power,
+    "method list": method_list, "processors": processors, "gap": gap, "evidence": evidence,
+    "digits": digits, "speed": speed}
 
 def content(name, data):
     """A table made from runs, or one of noted.json."""
