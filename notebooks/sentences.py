@@ -30,11 +30,12 @@ def runs(data, mode, seed=None, **given):
         raise Missing(f"no runs with {dict(mode=mode, **given)}")
     return found
 
-def evaluation(data, seed=0):
-    found = [row for row in pick(data.evaluations, mode="evaluate") if row["seed"] == seed]
+def evaluations(data):
+    """Those of the default pretrained models."""
+    found = pick(data.evaluations, mode="evaluate")
     if not found:
-        raise Missing(f"no run with --mode evaluate --seed {seed}")
-    return by_seed(found)[seed]
+        raise Missing("no runs with --mode evaluate")
+    return found
 
 def elsewhere(data, mode):
     """Runs of seed 0 under ATEN_CPU_CAPABILITY=default."""
@@ -70,18 +71,32 @@ def machine(data):
             row["torch"].partition("+")[0]]
 
 def definition(data):
-    row = evaluation(data)
-    shares = row["uncertain"], row["uncertain and decisive"], row["all three"]
-    return [f"{x:.0f}" for x in (row["listed"], *shares, 100 * shares[2] / shares[1])]
+    rows = evaluations(data)
+    names = "listed", "uncertain", "uncertain and decisive", "all three"
+    counts = [sum(values(rows, name, 1)) / len(values(rows, name, 1)) for name in names]
+    return [count(rows), *(f"{x:.0f}" for x in (*counts, 100 * counts[3] / counts[2]))]
 
 def answers(data):
-    """Right answers at N+1 in %: sampled and greedy, each with its interval."""
-    row, numbers = evaluation(data), []
-    for kind in ("sampled", "greedy"):
-        name = f"varying N+1 {kind}"
-        mean, low, high = (100 * row[name + end] for end in ("", " low", " high"))
-        numbers += [f"{mean:.0f}", f"{low:.0f} to {high:.0f}"]
-    return numbers
+    """Right answers at N+1 in %: sampled and greedy."""
+    return [mean(evaluations(data), f"varying N+1 {kind}") for kind in ("sampled", "greedy")]
+
+def critical_less(data, column, **given):
+    """Runs with other settings less the default ones, paired."""
+    return paired(runs(data, "critical", **given), runs(data, "critical"), column)
+
+def least(data, **given):
+    return f"{min(values(runs(data, 'critical', **given), 'N after')):.0f}"
+
+def mask_less_clip(data, column, *modes):
+    return [paired(runs(data, mode, method="dppo"), runs(data, mode), column) for mode in modes]
+
+def dropped(data, method):
+    """Of 1,000 tokens how many clip or mask drop: none, standard, critical."""
+    return [mean(runs(data, mode, method=method), "masked mean", 2, 1000)
+            for mode in ("none", "standard", "critical")]
+
+def at_N(data, *regions):
+    return [plain(rows, "N after") for rows in strain(data, *regions)]
 
 def strain(data, *regions):
     """The runs under strain of each method."""
@@ -159,12 +174,12 @@ README = [
     ("(critical {} and {}, none {} and {}), the freed comma",
      lambda data: of_seeds(data, *FALLS_SHORT)),
     ("the reward falls to {}% without a trust region and rises to {}% with the clip of PPO and {}% "
-     "with the mask of DPPO, {} points above it (paired, {} seeds;",
+     "with the mask of DPPO. The mask is {} points above the clip (paired, {} seeds;",
      lambda data: [*rewards(data, "`pg_is`", PPO, DPPO), reward_gap(data, DPPO, PPO),
                    count(strain(data, DPPO)[0])]),
     ("`dial` = {} of the pretraining problems", lambda data: [f"{DEFAULT.dial:g}"]),
     ("with probability `mistakes` = {}", lambda data: [f"{DEFAULT.mistakes:g}"]),
-    ("which are right before RL ({}% at N+1)", lambda data: answers(data)[2:3]),
+    ("which are right before RL ({}% at N+1)", lambda data: [answers(data)[1].split(".")[0]]),
     ("Model: {} layers of width {} with {} heads",
      lambda data: [str(x) for x in (DEFAULT.layers, DEFAULT.width, DEFAULT.heads)]),
     ("PPO: {} epochs over {} episodes in minibatches of {}",
@@ -198,11 +213,34 @@ RESULTS = [
     ("cannot be below {} (log 2 / log {})",
      lambda data: [f"{-math.log(2) / math.log(len(critkl.VOCABULARY)):.3f}",
                    str(len(critkl.VOCABULARY))]),
-    ("{} are on the paper's list, {} are uncertain (J below 0.9 and among the ten lowest of the "
-     "answer), {} of these are decisive, and {} of these are on the list ({}%)", definition),
-    ("Sampled answers are right in {}% ({}) at N+1, greedy ones in {}% ({})", answers)]
+    ("in the mean of {} seeds: {} are on the paper's list, {} are uncertain (J below 0.9 and among "
+     "the ten lowest of the answer), {} of these are decisive, and {} of these are on the list "
+     "({}%)", definition),
+    ("Sampled answers are right in {}% at N+1, greedy ones in {}%", answers)]
 
+BIG = dict(beta=10000.0)
+AUTHORS = dict(certainty="max_prob", certainty_temperature=4.0)
 RESULTS += [
+    ("`--beta 10` ends {} points below 150 (paired)",
+     lambda data: [critical_less(data, "N+1 after", beta=10.0).replace("-", "")]),
+    ("with 10000 the lowest seed ends at {}% (150: {}%), the mean {} from that of 150",
+     lambda data: [least(data, **BIG), least(data), critical_less(data, "N after", **BIG)]),
+    ("Alone, `max_prob` gives {} points at N+1 and {} at N, paired",
+     lambda data: [critical_less(data, name, certainty="max_prob")
+                   for name in ("N+1 after", "N after")]),
+    ("at N {} points from the default, as far down as {}%",
+     lambda data: [critical_less(data, "N after", **AUTHORS), least(data, **AUTHORS)]),
+    ("the pretrained model solves {}% at N and {}% at N+1, and RL ends at {} / {}",
+     lambda data: [plain(runs(data, "critical", temperature=2.0, **AUTHORS), f"{x} {when}", 1)
+                   for when in ("before", "after") for x in ("N", "N+1")]),
+    ("the mask less the clip is {} points at N+1 without a penalty, {} with the standard one and "
+     "{} with the critical one; at N {}, {} and {}",
+     lambda data: [*mask_less_clip(data, "N+1 after", "none", "standard", "critical"),
+                   *mask_less_clip(data, "N after", "none", "standard", "critical")]),
+    ("of 1,000 tokens the clip drops {}, {} and {}, the mask {}, {} and {}",
+     lambda data: [*dropped(data, "ppo"), *dropped(data, "dppo")]),
+    ("success at N falls from {}% to {}% with the clip and {}% with the mask",
+     lambda data: [plain(strain(data, PPO)[0], "N before"), *at_N(data, PPO, DPPO)]),
     ("the reward, {}% at first, falls to {}% (`pg_is`) and {}% (`cispo`); {} and {} of {} seeds "
      "end below 5%",
      lambda data: [plain(strain(data, PPO)[0], "reward first"),
@@ -250,7 +288,8 @@ ALLOWED = [
     r"\[\d,\d", r"1e-3 in place of 3e-4|than with 3e-4|lr\s3e-4|rate 1e-4",
     r"critical does not even at 20", r"after 10 iterations|where 20 take them; 40",
     r"(and|in) 20 iterations",
-    r"from 50 up does as well as 150, and 10|decline from 1000|at 10000|10000 loses",
+    r"from 50 up does as well as 150|below 150 \(paired|with 10000 the|\(150: #",
+    r"mean # from that of 150", r"of 1,000 tokens", r"At temperature 4|at temperature 2", r"C1, C2",
     r"end at 94 to 96", r"departure C1|temperature of 4|rate of (3e-4|1e-3)",
     r"within 0\.3 points|differs by 3", r"85M parameters, N = 7",
     # names, equations, and what the papers or their code have
@@ -261,7 +300,8 @@ ALLOWED = [
     r"1 \+ log\(max p\) / log V at temperature 4", r"temperature 1\.|logits by 2",
     r"[Ll]ambda = 1\b", r"falls to 0", r"the ratio is 1\b", r"its 1/r", r"with reward 0",
     r"A [<>] 0", r"mu - pi >= 0\.5", r"k3", r"N = 2, pretrains", r"\[\d_\w+", r"N = 3", r"N = 13",
-    r"32 fixed problems", r"pass 0 or 100", r"10 points with a power of 80%", r"below 5%",
+    r"32 fixed problems", r"table 1, on #", r"tables 4 and 5", r"and 0 beyond", r"pass 0 or 100",
+    r"10 points with a power of 80%", r"below 5%", r"max_prob at temperature 4",
     r"\(5\.\d\)|\(6\)|\(7\.3\)", r"With 0\.5 #|With 0\.8, or",
     # how things were measured before
     r"success at # is 0", r"commas are right with 97 to 99%", r"began at 97 to 99%", r"at 1 - #",

@@ -203,12 +203,16 @@ def evaluated(data, *vary, **given):
     return rows
 
 def gap(data):
-    rows = evaluated(data)
-    return [["", "certainty less the mean of the other tokens", "[V], N = 3 and N = 7"],
-            *([label, with_low_high(rows, f"gap {name}", 3, 1), paper] for label, name, paper in (
-                ("listed tokens (n+1 commas and digits)", "critical", "-0.33, -0.13"),
-                ("the commas among them", "critical commas", ""),
-                ("other tokens", "non-critical", "0.001, 0.0004 (minimum)")))]
+    cells = [["listed tokens (n+1 commas and digits)", "critical", "-0.33, -0.13"],
+             ["the commas among them", "critical commas", ""],
+             ["other tokens", "non-critical", "0.001, 0.0004 (minimum)"]]
+    released = dict(certainty="max_prob", certainty_temperature=4.0)
+    table = [["certainty less the mean of the other tokens", "Eq. 2", "released code",
+              "[V], N = 3 and N = 7"]]
+    for label, name, paper in cells:
+        found = [pick(data.evaluations, mode="evaluate", **given) for given in ({}, released)]
+        table.append([label, *(with_low_high(rows, f"gap {name}", 3, 1) for rows in found), paper])
+    return table
 
 def evidence(data):
     """Gap and critical tokens by definition, of other pretrained models and certainties."""

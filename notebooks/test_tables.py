@@ -190,17 +190,19 @@ def test_tables_of_evaluations(runs):
     write_run(runs / "sharp", 0.9, 0.7, alpha=0.2)
     for folder in ("critical0", "sharp", "gone-12ab-seed0"):
         write_evaluation(runs / f"evaluate-{folder}", 0.9, checkpoint=f"somewhere/{folder}")
+    write_evaluation(runs / "released", certainty="max_prob", certainty_temperature=4.0)
     data = collected(runs)
-    assert tables.gap(data)[1][1] == "-0.070 (-0.080 to -0.060)"
+    assert tables.gap(data)[1][1:3] == 2 * ["-0.070 (-0.080 to -0.060)"]
     table = tables.digits(data)
     assert table[1][:4] == ["pretrained", "sampled", "31.0", "31.0"]
     assert table[4][:4] == ["critical", "greedy", "99.0", "99.0"]
     assert [row[0] for row in table[3:-1:2]] == ["critical", "critical, alpha 0.2", "gone-12ab"]
-    assert sentences.definition(data) == ["378", "180", "175", "174", "99"]
-    assert sentences.answers(data) == ["31", "30 to 32", "99", "98 to 100"]
+    assert sentences.definition(data) == ["one", "378", "180", "175", "174", "99"]
+    assert sentences.answers(data) == ["31.0", "99.0"]
     write_evaluation(runs / "evaluate1", dial=0.1)
     table = tables.evidence(collected(runs))
-    assert table[1] == ["0.1", 1, "-0.140", "0.002", "180", "175", "178", "174", "300"]
+    assert table[1] == ["0.1", "negentropy", "0", 1, "-0.140", "0.002", "180", "175", "178", "174",
+                        "300"]
 
 WORDS = "At alpha = {} critical ends {} points above ({} seeds)"
 
