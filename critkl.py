@@ -15,8 +15,8 @@ A language model that adds on a scratchpad is pretrained on numbers of up to N d
 ones with planted mistakes (D2), then trained by RL on N+1. B episodes, T positions, V tokens; mu is
 the rollout policy, pi the policy being trained, ref the frozen pretrained one. Position t holds the
 state ids[:, :t+1] and the action ids[:, t+1], so all (B, T) tensors of a batch with T+1 tokens line
-up; where L is used, L = T+1. A function that is called before it is defined stands below the ruler
-after `train`; my_share, gather_rows and average_gradients act only where several processes train.
+up; where L is used, L = T+1. What is called before it is defined stands further down, mostly below
+the ruler after `train`; my_share, gather_rows and average_gradients act only in several processes.
 
 Departures from the papers (D) and from their authors' code (C); the README explains each.
   D1  Model: a position's input is the embedding of its token and half of that of the token before;
@@ -71,7 +71,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VERSION = "2.1"
+VERSION = "2.2"
 
 
 class UserError(ValueError):

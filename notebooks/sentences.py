@@ -102,6 +102,10 @@ def strain(data, *regions):
     """The runs under strain of each method."""
     return [[row for row in strained(data) if row["region"] == name] for name in regions]
 
+def penalized(data, region):
+    """The same with the critical penalty."""
+    return [row for row in strained(data, "critical") if row["region"] == region]
+
 def rewards(data, *regions):
     return [mean(rows, "reward last") for rows in strain(data, *regions)]
 
@@ -174,9 +178,11 @@ README = [
     ("(critical {} and {}, none {} and {}), the freed comma",
      lambda data: of_seeds(data, *FALLS_SHORT)),
     ("the reward falls to {}% without a trust region and rises to {}% with the clip of PPO and {}% "
-     "with the mask of DPPO. The mask is {} points above the clip (paired, {} seeds;",
-     lambda data: [*rewards(data, "`pg_is`", PPO, DPPO), reward_gap(data, DPPO, PPO),
-                   count(strain(data, DPPO)[0])]),
+     "with the mask of DPPO.", lambda data: rewards(data, "`pg_is`", PPO, DPPO)),
+    ("(mask less clip: {} points, paired, {} seeds)",
+     lambda data: [reward_gap(data, DPPO, PPO), count(strain(data, DPPO)[0])]),
+    ("without any trust region: {}%",
+     lambda data: [mean(penalized(data, "`pg_is`"), "reward last")]),
     ("`dial` = {} of the pretraining problems", lambda data: [f"{DEFAULT.dial:g}"]),
     ("with probability `mistakes` = {}", lambda data: [f"{DEFAULT.mistakes:g}"]),
     ("which are right before RL ({}% at N+1)", lambda data: [answers(data)[1].split(".")[0]]),
@@ -239,8 +245,15 @@ RESULTS += [
                    *mask_less_clip(data, "N after", "none", "standard", "critical")]),
     ("of 1,000 tokens the clip drops {}, {} and {}, the mask {}, {} and {}",
      lambda data: [*dropped(data, "ppo"), *dropped(data, "dppo")]),
-    ("success at N falls from {}% to {}% with the clip and {}% with the mask",
-     lambda data: [plain(strain(data, PPO)[0], "N before"), *at_N(data, PPO, DPPO)]),
+    ("success at N falls from {}% to {}% with the clip and {}% with the mask, while the reward "
+     "rises; with the critical penalty it ends at {}% and {}%",
+     lambda data: [plain(strain(data, PPO)[0], "N before"), *at_N(data, PPO, DPPO),
+                   *(plain(penalized(data, name), "N after") for name in (PPO, DPPO))]),
+    ("without any, the reward ends at {}% in place of {}%, and success at N / N+1 at {}",
+     lambda data: [mean(penalized(data, "`pg_is`"), "reward last"), *rewards(data, "`pg_is`"),
+                   both(penalized(data, "`pg_is`"))]),
+    ("clip and penalty end at {}, mask and penalty at {}",
+     lambda data: [both(penalized(data, name)) for name in (PPO, DPPO)]),
     ("the reward, {}% at first, falls to {}% (`pg_is`) and {}% (`cispo`); {} and {} of {} seeds "
      "end below 5%",
      lambda data: [plain(strain(data, PPO)[0], "reward first"),
@@ -248,11 +261,10 @@ RESULTS += [
                    fallen(data, "`cispo`"), count(strain(data, "`cispo`")[0])]),
     ("With the clip it rises to {}%, with the mask to {}%",
      lambda data: rewards(data, PPO, DPPO)),
-    ("(binary TV {}) ends {} points of reward above the clip, paired over {} seeds; above "
-     "`grpo_clip_higher` it is {}, over {}",
-     lambda data: [f"{DEFAULT.delta:g}", reward_gap(data, DPPO, PPO),
-                   count(strain(data, DPPO)[0]), reward_gap(data, DPPO, HIGHER),
-                   count(strain(data, HIGHER)[0])]),
+    ("ends {} points of reward above the clip, paired over {} seeds; above `grpo_clip_higher` it "
+     "is {}, over {}",
+     lambda data: [reward_gap(data, DPPO, PPO), count(strain(data, DPPO)[0]),
+                   reward_gap(data, DPPO, HIGHER), count(strain(data, HIGHER)[0])]),
     ("Anchored at mu `dppo` ends {} above itself with the anchor recomputed, `grpo_clip_higher` {} "
      "above `minirl`",
      lambda data: [reward_gap(data, DPPO, RECOMPUTED), reward_gap(data, HIGHER, "`minirl`")]),
@@ -300,7 +312,8 @@ ALLOWED = [
     r"1 \+ log\(max p\) / log V at temperature 4", r"temperature 1\.|logits by 2",
     r"[Ll]ambda = 1\b", r"falls to 0", r"the ratio is 1\b", r"its 1/r", r"with reward 0",
     r"A [<>] 0", r"mu - pi >= 0\.5", r"k3", r"N = 2, pretrains", r"\[\d_\w+", r"N = 3", r"N = 13",
-    r"32 fixed problems", r"table 1, on #", r"tables 4 and 5", r"and 0 beyond", r"pass 0 or 100",
+    r"32 fixed problems", r"would have said 10\.4 ± 6\.0", r"table 1, on #", r"tables 4 and 5",
+    r"and 0 beyond", r"pass 0 or 100", r"J is 1\b",
     r"10 points with a power of 80%", r"below 5%", r"max_prob at temperature 4",
     r"\(5\.\d\)|\(6\)|\(7\.3\)", r"With 0\.5 #|With 0\.8, or",
     # how things were measured before
