@@ -181,7 +181,7 @@ README = [
      "with the mask of DPPO.", lambda data: rewards(data, "`pg_is`", PPO, DPPO)),
     ("(mask less clip: {} points, paired, {} seeds)",
      lambda data: [reward_gap(data, DPPO, PPO), count(strain(data, DPPO)[0])]),
-    ("without any trust region: {}%",
+    ("what-one-learns-from-both): {}%.",
      lambda data: [mean(penalized(data, "`pg_is`"), "reward last")]),
     ("`dial` = {} of the pretraining problems", lambda data: [f"{DEFAULT.dial:g}"]),
     ("with probability `mistakes` = {}", lambda data: [f"{DEFAULT.mistakes:g}"]),
