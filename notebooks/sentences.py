@@ -231,6 +231,18 @@ RESULTS += [
      lambda data: [critical_less(data, "N+1 after", beta=10.0).replace("-", "")]),
     ("with 10000 the lowest seed ends at {}% (150: {}%), the mean {} from that of 150",
      lambda data: [least(data, **BIG), least(data), critical_less(data, "N after", **BIG)]),
+    ("with 1e-4 none ends at {}, standard with alpha 0.2 at {}, critical with alpha 2 at {}",
+     lambda data: [both(runs(data, "none", lr=1e-4)),
+                   both(runs(data, "standard", lr=1e-4, alpha=0.2)),
+                   both(runs(data, "critical", lr=1e-4))]),
+    ("With mistakes 0.4 success at N+1 goes from {} to {}% in as many iterations, with 0.2 from {} "
+     "to {}%",
+     lambda data: [mean(rows, f"N+1 {when}") for rows in (
+         runs(data, "critical", mistakes=0.4), runs(data, "critical"))
+         for when in ("before", "after")]),
+    ("with `--dial 0.2` from {} to {}%",
+     lambda data: [mean(runs(data, "critical", dial=0.2), f"N+1 {when}")
+                   for when in ("before", "after")]),
     ("Alone, `max_prob` gives {} points at N+1 and {} at N, paired",
      lambda data: [critical_less(data, name, certainty="max_prob")
                    for name in ("N+1 after", "N after")]),
@@ -292,7 +304,8 @@ SENTENCES = {
     "README.md": README, "notebooks/results.md": RESULTS, "notebooks/speed.md": SPEED}
 
 ALLOWED = [
-    r"`[^`]*`", r"\]\([^)]*\)", r"(?<!\w)--?[a-z-]+ \w+", r"arXiv [\d.]+", r"[Vv]ersion [\d.]+",
+    r"`[^`]*`", r"\]\([^)]*\)", r"(?<!\w)--?[a-z-]+ \w+", r"arXiv [\d.]+",
+    r"[Vv]ersions? [\d.]+( to [\d.]+)?",
     r"\[[VQ]\] fig\. \d", r"notebook \d", r"[Nn]\+\d", r"95% interval", r"Intervals are 95%",
     r"[Ss]eeds? \d( (and|to) \d)?", r"[Aa]lpha [\d.]+( and \d)?( or less)?",
     r"beta = 0 is", r"J below 0\.9", r"lines? \d( to \d)?", r"\d+\+\d+", r"50 answers", r"log 2 /",
@@ -312,8 +325,9 @@ ALLOWED = [
     r"1 \+ log\(max p\) / log V at temperature 4", r"temperature 1\.|logits by 2",
     r"[Ll]ambda = 1\b", r"falls to 0", r"the ratio is 1\b", r"its 1/r", r"with reward 0",
     r"A [<>] 0", r"mu - pi >= 0\.5", r"k3", r"N = 2, pretrains", r"\[\d_\w+", r"N = 3", r"N = 13",
-    r"32 fixed problems", r"would have said 10\.4 ± 6\.0", r"table 1, on #", r"tables 4 and 5",
-    r"and 0 beyond", r"pass 0 or 100", r"J is 1\b",
+    r"With mistakes 0\.4|with 0\.2 #", r"with 1e-4", r"32 fixed problems",
+    r"would have said 10\.4 ± 6\.0", r"table 1, on #",
+    r"tables 4 and 5", r"and 0 beyond", r"pass 0 or 100", r"J is 1\b",
     r"10 points with a power of 80%", r"below 5%", r"max_prob at temperature 4",
     r"\(5\.\d\)|\(6\)|\(7\.3\)", r"With 0\.5 #|With 0\.8, or",
     # how things were measured before
