@@ -240,7 +240,7 @@ RESULTS += [
      lambda data: [mean(rows, f"N+1 {when}") for rows in (
          runs(data, "critical", mistakes=0.4), runs(data, "critical"))
          for when in ("before", "after")]),
-    ("with `--dial 0.2` from {} to {}%",
+    ("(`--dial 0.2`, two seeds) starts at {} and ends at {}%",
      lambda data: [mean(runs(data, "critical", dial=0.2), f"N+1 {when}")
                    for when in ("before", "after")]),
     ("Alone, `max_prob` gives {} points at N+1 and {} at N, paired",
@@ -325,7 +325,7 @@ ALLOWED = [
     r"1 \+ log\(max p\) / log V at temperature 4", r"temperature 1\.|logits by 2",
     r"[Ll]ambda = 1\b", r"falls to 0", r"the ratio is 1\b", r"its 1/r", r"with reward 0",
     r"A [<>] 0", r"mu - pi >= 0\.5", r"k3", r"N = 2, pretrains", r"\[\d_\w+", r"N = 3", r"N = 13",
-    r"With mistakes 0\.4|with 0\.2 #", r"with 1e-4", r"32 fixed problems",
+    r"With mistakes 0\.4|with 0\.2 from", r"with 1e-4", r"32 fixed problems",
     r"would have said 10\.4 ± 6\.0", r"table 1, on #",
     r"tables 4 and 5", r"and 0 beyond", r"pass 0 or 100", r"J is 1\b",
     r"10 points with a power of 80%", r"below 5%", r"max_prob at temperature 4",
