@@ -2205,7 +2205,7 @@ def test_killed_at_random_moments_it_goes_on_from_a_whole_checkpoint(tmp_path):
         assert all(None not in row and None not in row.values() for row in rows)
         assert 0 <= len(critkl.load(path / "checkpoint.pt", {})["rows"]) - len(rows) <= 1
     (path / ".checkpoint.pt.0123456789ab.critkl").write_bytes(b"half")
-    for left in path.glob(".*.critkl"):                              # this one, or of a killed writer
+    for left in path.glob(".*.critkl"):  # also what a kill left
         os.utime(left, (1e9, 1e9))
     (path / ".notes.2024").write_text("mine")
     good(*args, "--out", tmp_path, sampler=rollout)
