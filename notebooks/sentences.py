@@ -177,8 +177,8 @@ README = [
      "badly tuned for it; at N they cannot be told apart (critical with alpha 2 ends {} above it).",
      lambda data: ["0.2", both(runs(data, "standard", alpha=0.2)), f"{DEFAULT.alpha:g}",
                    paired(runs(data, "critical"), runs(data, "standard", alpha=0.2), "N after")]),
-    ("At three times the learning rate only critical holds ({}; none {}, standard with alpha 0.2 "
-     "{}; {} seeds).",
+    ("At three times the learning rate only critical holds on every seed ({}; none {}, standard "
+     "with alpha 0.2 {}; {} seeds).",
      lambda data: [both(runs(data, "critical", lr=1e-3)), both(runs(data, "none", lr=1e-3)),
                    both(runs(data, "standard", lr=1e-3, alpha=0.2)),
                    count(runs(data, "critical", lr=1e-3))]),
@@ -195,7 +195,7 @@ README = [
                    count(penalized(data, "`pg_is`"))]),
     ("`dial` = {} of the pretraining problems", lambda data: [f"{DEFAULT.dial:g}"]),
     ("with probability `mistakes` = {}", lambda data: [f"{DEFAULT.mistakes:g}"]),
-    ("which are right before RL ({}% at N+1)", lambda data: [answers(data)[1].split(".")[0]]),
+    ("right before RL ({}% at N+1)", lambda data: [answers(data)[1].split(".")[0]]),
     ("Model: {} layers of width {} with {} heads",
      lambda data: [str(x) for x in (DEFAULT.layers, DEFAULT.width, DEFAULT.heads)]),
     ("PPO: {} epochs over {} episodes in minibatches of {}",
@@ -241,8 +241,8 @@ RESULTS += [
      lambda data: [critical_less(data, "N+1 after", beta=10.0).replace("-", "")]),
     ("with 10000 the lowest seed ends at {}% (150: {}%), the mean {} from that of 150",
      lambda data: [least(data, **BIG), least(data), critical_less(data, "N after", **BIG)]),
-    ("Over {} seeds critical with alpha 2 ends at {}, {} points above standard with alpha 0.2 at N+1 "
-     "(paired), its lowest seed at {}%, that of standard at {}%", bold),
+    ("Over {} seeds critical with alpha 2 ends at {}, {} points above standard with alpha 0.2 at "
+     "N+1 (paired), its lowest seed at {}%, that of standard at {}%", bold),
     ("with 1e-4 none ends at {}, standard with alpha 0.2 at {}, critical with alpha 2 at {}",
      lambda data: [both(runs(data, "none", lr=1e-4)),
                    both(runs(data, "standard", lr=1e-4, alpha=0.2)),
