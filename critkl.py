@@ -47,6 +47,7 @@ Departures from the papers (D) and from their authors' code (C); the README expl
       --ratio-cap); the sampled token joins the top K (released: it replaces the K-th).
 """
 import argparse
+import contextlib
 import copy
 import functools
 import hashlib
@@ -60,6 +61,7 @@ import shlex
 import signal
 import sys
 import time
+import zipfile
 import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -71,7 +73,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-VERSION = "2.2"
+VERSION = "2.3"
 
 
 class UserError(ValueError):
@@ -222,6 +224,49 @@ class Config:
     checkpoint: str = option("", "a run folder whose policy is used",
                              needs=("mode", ("evaluate", "inspect")))
     json: bool = option(False, "print JSON", needs=("mode", ("bench",)))
+
+    def __post_init__(self):
+        check(self)
+
+
+FREE_FIELDS = ("out", "name", "json", "preset")                      # change nothing in what is run
+PRETRAINING_FIELDS = (
+    "digits", "extra", "dial", "mistakes", "layers", "width", "heads", "window", "pretrain_steps",
+    "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
+POLICY_FIELDS = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
+
+def flag(name, value):
+    """A setting as the command line has it: "--eps-low 0.2"."""
+    return f"--{name.replace('_', '-')} {value}"
+
+def check(cfg):
+    """Raises UserError where a setting is not allowed, by itself or beside the others."""
+    def require(right, name, allowed):
+        if not right:
+            raise UserError(f"{flag(name, getattr(cfg, name))}: allowed is {allowed}")
+
+    for f in fields(Config):
+        value, low, high = getattr(cfg, f.name), f.metadata["low"], f.metadata["high"]
+        choices = f.metadata["choices"]
+        types = (int, float) if f.type is float else (f.type,)
+        require(type(value) in types, f.name, f"a value of type {f.type.__name__}")
+        require(not choices or value in choices, f.name, f"one of {', '.join(choices or ())}")
+        require(low is None or low <= value <= high, f.name, f"{low} to {high}")    # nan is not
+    of_episodes = f"a divisor of --episodes {cfg.episodes}"
+    require(cfg.width % (4 * cfg.heads) == 0, "width", f"a multiple of 4 * --heads {cfg.heads}")
+    require(cfg.episodes % cfg.minibatch == 0, "minibatch", of_episodes)
+    require(cfg.advantage == "gae" or cfg.episodes % cfg.group == 0, "group", of_episodes)
+    require(re.fullmatch(r"([\w+=-][\w.+=-]{0,99})?", cfg.name), "name",
+            "up to 100 letters, digits and _ + = - ., no . first")
+    require(cfg.mode != "pretrain" or cfg.iterations == 0, "iterations", "0 with --mode pretrain")
+    require(cfg.mode not in PENALTIES or cfg.penalty == cfg.mode, "penalty",
+            f"{cfg.mode} with --mode {cfg.mode}")
+    require(re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", cfg.device), "device",
+            "auto, cpu, cuda, cuda:1 (or another number), mps")
+    number = "(0|[1-9][0-9]{0,29})"
+    require(cfg.mode != "inspect" or re.fullmatch(rf"{number}\+{number}", cfg.problem), "problem",
+            "two numbers of at most 30 digits without leading zeros, like 2033+5179")
+
 
 
 def stream(*key):
@@ -509,7 +554,7 @@ def pretrain(cfg, log):
         loss = pretraining_step(model, optimizers, batches.pop(0), pretraining_lr(step, cfg))
         run.step_done(loss)                                          # saves; stops if asked to
     model.temperature = cfg.temperature
-    return model, run.seconds
+    return model, run.seconds()
 
 # ---- Sampling, one token at a time. The loop uses `generate_drafted`: the same tokens, sooner.
 
@@ -862,7 +907,7 @@ def train(cfg, log, folder):
     reference.requires_grad_(False)
     sampler = copy.deepcopy(policy).to(getattr(torch, cfg.sampler_dtype))
     optimizer = torch.optim.AdamW(policy.parameters(), cfg.lr, betas=(0.9, 0.99), weight_decay=0)
-    run.begin(reference, policy, sampler, optimizer, seconds)
+    run.begin(seconds, reference=reference, policy=policy, sampler=sampler, optimizer=optimizer)
     fixed = fixed_problems(reference, cfg)
     for iteration in range(run.done, cfg.iterations):
         lr = cfg.lr * (1 - iteration / cfg.iterations)
@@ -1093,8 +1138,38 @@ def digits_alike(ids):
     is_digit = (ids >= TOKEN_ID["0"]) & (ids <= TOKEN_ID["9"])
     return torch.where(is_digit, TOKEN_ID["0"], ids)
 
-# ---- Evaluation, and the problems of RL. Under teacher forcing the product of the probabilities of
-# all tokens is that of sampling the true scratchpad: exact, and a lower bound of graded success.
+# ---- The problems of RL.
+
+def draw_problems(iteration, fixed, cfg):
+    """The problems of an iteration, each as often as its group has answers."""
+    rng = stream(cfg.seed, "problems", iteration)
+    answers = cfg.group if cfg.advantage == "group" else 1
+    problems = []
+    for _ in range(cfg.episodes // answers):
+        problem = rng.choice(fixed) if fixed else rl_problem(rng, cfg)
+        problems += [problem] * answers
+    return problems
+
+def fixed_problems(reference, cfg):
+    """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1.
+    Raises UserError where 10,000 tries do not give as many."""
+    rng = stream(cfg.seed, "fixed")
+    chosen = []
+    tries = 0
+    while len(chosen) < cfg.fixed:
+        if tries == 10_000:
+            raise UserError(f"--fixed {cfg.fixed}: of {tries} problems the pretrained model solves "
+                            f"only {len(chosen)} sometimes")
+        problems = [rl_problem(rng, cfg) for _ in range(100)]
+        tries += 100
+        expected, _ = examine(reference, problems, cfg.digits)
+        for problem, p in zip(problems, expected.tolist()):
+            if 0.05 <= p <= 0.95 and problem not in chosen:
+                chosen.append(problem)
+    return chosen[:cfg.fixed]
+
+# ---- Evaluation. Under teacher forcing the product of the probabilities of all tokens is that of
+# sampling the true scratchpad: exact, and a lower bound of graded success.
 
 SETS = ("N", "N+1", "N+2", "N+3")                                    # digits of the longer operand
 
@@ -1128,8 +1203,7 @@ def critical_tokens(a, b, digits):
         for operand, number, digit_list in zip(("first", "second"), (a, b), lists):
             excess = len(str(number)) - digits
             for k in range(1, excess + 1):
-                pairs_left = excess - k + 1                          # commas and digits to the end
-                comma = digit_list.end(1) - 2 * pairs_left
+                comma = digit_list.end(1) - 2 * (excess - k + 1)
                 if comma > digit_list.start(1):                      # else the list has no such
                     name = f"line{i}_{operand}_n+{k}"
                     found[f"{name}_comma"] = start + comma
@@ -1153,8 +1227,7 @@ def examine(model, problems, digits, log=None):
                 critical.setdefault(name, []).append(row[first + index].exp().item())
         if log is not None:
             log.progress("evaluating", i + len(piece), len(problems))
-    means = {name: sum(p) / len(p) for name, p in sorted(critical.items())}
-    return torch.cat(expected), means
+    return torch.cat(expected), {name: sum(p) / len(p) for name, p in sorted(critical.items())}
 
 def force(policy, problems, places, wrong=True):
     """Decisive? [V] section 3.3: put a character into true answers and let the policy go on.
@@ -1164,20 +1237,19 @@ def force(policy, problems, places, wrong=True):
     greedy answer goes on. Returns the characters and (n,) bool: does the answer come out right?
     """
     logits = score(policy, true_batch(problems, policy.device)[0])
-    starts, drafts, put = [], [], []
-    for i, index in places:
-        begin, true = prompt(*problems[i]), scratchpad(*problems[i])
-        character = true[index]
-        if wrong:
-            likeliest, second = decode(logits[i, len(begin) - 1 + index].topk(2).indices)
-            character = likeliest if likeliest != true[index] else second
-        put.append(character)
-        starts.append(encode(begin + true[:index] + character))
-        drafts.append(encode(true[index + 1:]))
-    limit = max(map(len, drafts), default=0) + 16
-    right = []
+    put, right = [], []
     for j in range(0, len(places), 100):                             # all at once takes gigabytes
-        ids, *_ = generate_drafted(policy, starts[j:j + 100], drafts[j:j + 100], limit)
+        starts, drafts = [], []
+        for i, index in places[j:j + 100]:
+            begin, true = prompt(*problems[i]), scratchpad(*problems[i])
+            character = true[index]
+            if wrong:
+                likeliest, second = decode(logits[i, len(begin) - 1 + index].topk(2).indices)
+                character = likeliest if likeliest != character else second
+            put.append(character)
+            starts.append(encode(begin + true[:index] + character))
+            drafts.append(encode(true[index + 1:]))
+        ids, *_ = generate_drafted(policy, starts, drafts, limit=max(map(len, drafts)) + 16)
         for row, (i, _) in zip(ids, places[j:j + 100]):
             answer = decode(row).rstrip(PAD)[len(prompt(*problems[i])):]
             right.append(is_correct(*problems[i], answer))
@@ -1205,34 +1277,6 @@ def test_accuracy(model, cfg, count, log=None):
         intervals[SETS[k]] = interval(expected)
     return intervals, critical
 
-def draw_problems(iteration, fixed, cfg):
-    """The problems of an iteration, each as often as its group has answers."""
-    rng = stream(cfg.seed, "problems", iteration)
-    answers = cfg.group if cfg.advantage == "group" else 1
-    problems = []
-    for _ in range(cfg.episodes // answers):
-        problem = rng.choice(fixed) if fixed else rl_problem(rng, cfg)
-        problems += [problem] * answers
-    return problems
-
-def fixed_problems(reference, cfg):
-    """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1.
-    Raises UserError where 10,000 tries do not give as many."""
-    rng = stream(cfg.seed, "fixed")
-    chosen = {}
-    for _ in range(100 if cfg.fixed else 0):
-        problems = [rl_problem(rng, cfg) for _ in range(100)]
-        expected, _ = examine(reference, problems, cfg.digits)
-        for problem, p in zip(problems, expected.tolist()):
-            if 0.05 <= p <= 0.95:
-                chosen[problem] = p
-        if len(chosen) >= cfg.fixed:
-            break
-    if len(chosen) >= cfg.fixed:
-        return list(chosen)[:cfg.fixed]
-    raise UserError(f"--fixed {cfg.fixed}: of 10,000 problems the pretrained model solves only "
-                    f"{len(chosen)} sometimes")
-
 # ---- Several processes, started by torchrun. Each takes every WORLD-th row of the same batch; rows
 # are gathered where all need them, gradients averaged. With one process all this does nothing.
 
@@ -1244,10 +1288,9 @@ def my_share(rows):
 
 def all_ranks(value):
     """The list of every process's value, in rank order. Nobody goes on before all are here."""
-    if WORLD == 1:
-        return [value]
-    values = [None] * WORLD
-    torch.distributed.all_gather_object(values, value)
+    values = [value] * WORLD
+    if WORLD > 1:
+        torch.distributed.all_gather_object(values, value)
     return values
 
 def gather_rows(mine):
@@ -1295,7 +1338,7 @@ def write(path, content):
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(beside, "xb") as file:
             if path.suffix == ".pt":
-                torch.save(content | dict(digest=digest(content)), file)
+                torch.save(content, file)
             elif path.suffix == ".json":
                 file.write(json.dumps(content, indent=1, allow_nan=False).encode())
             else:
@@ -1303,64 +1346,33 @@ def write(path, content):
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
-        remove_leftovers(path)
+        with contextlib.suppress(FileNotFoundError):                 # another writer renamed it
+            for old in path.parent.glob(".*.critkl"):                # of a writer that was killed
+                if time.time() - old.stat().st_mtime > 3600:
+                    old.unlink()
     except (OSError, RuntimeError) as error:                         # torch raises both
         raise UserError(f"{path}: cannot be written: {error}") from None
     finally:
         beside.unlink(missing_ok=True)
 
-def remove_leftovers(path):
-    """Delete the temporary files of writers of this file that were killed over an hour ago."""
-    for old in path.parent.glob(f".{path.name}.*.critkl"):
-        try:
-            if time.time() - old.stat().st_mtime > 3600:
-                old.unlink()
-        except FileNotFoundError:                                    # another writer renamed it
-            continue
-
-def digest(value):
-    """SHA-256 of tensors, plain values, and dicts and lists of them: changes with every bit."""
-    if isinstance(value, torch.Tensor):
-        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, dict):
-        content = repr([(name, digest(item)) for name, item in value.items()]).encode()
-    elif isinstance(value, (list, tuple)):
-        content = repr([digest(item) for item in value]).encode()
-    else:
-        content = repr(value).encode()
-    return hashlib.sha256(content).hexdigest()
-
-def save(path, settings, parts, **more):
-    """Write a checkpoint: the states of its parts (name to model or optimizer), and more. Raises
-    UserError where a weight is not finite; the file that was there stays."""
-    for part in parts.values():
-        if isinstance(part, nn.Module) and not all(p.isfinite().all() for p in part.parameters()):
-            raise UserError(f"{path}: not written, a weight is not finite; what was there stays")
-    states = {name: part.state_dict() for name, part in parts.items()}
-    write(path, states | more | dict(version=VERSION, settings=settings))
-    all_ranks(None)                                                  # none ends before it is saved
-
-def load(path, settings, device="cpu"):
-    """The dict in a checkpoint. Nothing is unpickled but tensors and plain values. Raises UserError
-    on one that is damaged, of another version or of other settings than these."""
+def load(path, settings, device="cpu", **parts):
+    """The dict in a checkpoint, put into the parts (models and optimizers). Nothing is unpickled
+    but tensors and plain values. Raises UserError on a file that is damaged, of other code, or of
+    other settings than these."""
     try:
-        content = torch.load(path, map_location=device, weights_only=True)
-        if content.pop("digest") != digest(content):
-            raise ValueError
-        found = content["settings"] | dict(version=content["version"])
-    except Exception as error:  # what torch.load raises on other files is not documented
-        raise UserError(f"{path}: not a checkpoint of critkl, or damaged "
-                        f"({type(error).__name__})") from None
-    require_settings(path, found, settings | dict(version=VERSION))
-    return content
-
-def restore(path, saved, parts):
-    """Put what `load` returned into the parts. Raises UserError where it does not fit."""
-    try:
+        with zipfile.ZipFile(path) as archive:                       # torch skips its checksums
+            if archive.testzip():
+                raise ValueError
+        saved = torch.load(path, map_location=device, weights_only=True)
+        require_settings(path, saved["settings"], settings | dict(version=VERSION))
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-    except (KeyError, ValueError, RuntimeError) as error:            # the code was changed
-        raise UserError(f"{path}: does not fit this model ({type(error).__name__})") from None
+    except UserError:
+        raise
+    except Exception as error:  # what torch.load raises on other files is not documented
+        raise UserError(f"{path}: not a checkpoint of critkl, damaged, or of another model "
+                        f"({type(error).__name__})") from None
+    return saved
 
 def require_settings(path, found, expected):
     """Raises UserError where a file or folder has other settings than expected."""
@@ -1387,28 +1399,21 @@ def peak_memory_mb(device):
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**20 if sys.platform == "darwin" else 2**10)
 
-# ---- What a run prints, and how it is stopped.
+# ---- What a run prints, and how it is stopped. Windows has no SIGHUP.
 
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP")
-           if hasattr(signal, name)]                                 # Windows has no SIGHUP
+SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 class Log:
-    """Prints: one live line on a terminal, elsewhere a plain line every 20 seconds.
-
-    As a context it also holds Ctrl-C, SIGTERM and SIGHUP. Where a loop can save (`patient`), the
-    first of them asks it to stop after a whole step (`stop_requested`). All others stop at once.
-    """
+    """Prints lines. As a context it also holds Ctrl-C, SIGTERM and SIGHUP: where a loop can save
+    (`patient`), the first of them asks it to stop after a whole step (`stop_requested`); all others
+    stop at once."""
 
     def __init__(self, quiet=False):
         self.quiet = quiet or RANK > 0
-        self.live = sys.stdout.isatty()
-        self.last = 0.0                                              # time of the last progress
-        self.first = {}                                              # step and time each began with
+        self.last = time.monotonic()                                 # time of the last progress
         self.patient = self.stop_requested = False
 
     def __enter__(self):
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")                 # a name it cannot show
         self.handlers = [signal.signal(number, self.on_signal) for number in SIGNALS]
         return self
 
@@ -1421,34 +1426,23 @@ class Log:
             raise KeyboardInterrupt
         self.stop_requested = True
 
-    def line(self, text, end="\n"):
+    def line(self, text):
         if self.quiet:
             return
         try:
-            print(("\r\033[K" if self.live else "") + text, end=end, flush=True)
+            print(text, flush=True)
         except OSError:                                              # a closed pipe: go on silent
             self.quiet = True
             sys.stdout = open(os.devnull, "w")
 
     def progress(self, what, step, total, detail=""):
-        """A line about the progress of a loop, at most every 20 seconds (0.2 on a terminal)."""
+        """A line about the progress of a loop, every 20 seconds."""
         now = time.monotonic()
-        first_step, began = self.first.setdefault(what, (step, now))
-        if step == total:
-            del self.first[what]
-        elif step > first_step and now - self.last >= (0.2 if self.live else 20):
-            left = (now - began) / (step - first_step) * (total - step)
+        if now - self.last >= 20:
             self.last = now
-            text = f"{what} {step}/{total}  {detail}  {left:.0f} s left"
-            self.line(text, end="" if self.live else "\n")
+            self.line(f"{what} {step}/{total}  {detail}")
 
 # ---- Runs: their folders, and what makes them go on where they were stopped.
-
-FREE_FIELDS = ("out", "name", "json", "preset")                      # change nothing in what is run
-PRETRAINING_FIELDS = (
-    "digits", "extra", "dial", "mistakes", "layers", "width", "heads", "window", "pretrain_steps",
-    "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
-POLICY_FIELDS = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
 
 def new_model(cfg, temperature=1.0):
     """A GPT as `cfg` has it, on its device."""
@@ -1464,26 +1458,24 @@ def versions():
     """What else decides the numbers of a run."""
     return dict(version=VERSION, torch=str(torch.__version__), processes=WORLD)
 
+def fingerprint(settings):
+    """16 hexadecimal digits that change with any of the settings."""
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:16]
+
 def run_folder(cfg):
     """The folder of a run: its mode, a hash of its settings (or --name), its seed."""
     settings = settings_that_count(cfg) | versions()
     del settings["seed"]
-    name = cfg.name or digest(settings)[:8]
+    name = cfg.name or fingerprint(settings)[:8]
     return Path(cfg.out).expanduser() / f"{cfg.mode}-{name}-seed{cfg.seed}"
 
 def read_config(folder):
     """The Config in a run folder's config.json. Raises UserError."""
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
-        cfg = Config(**json.loads(text)["settings"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{folder}: not a run folder of this version, or its config.json is "
-                        "damaged") from None
-    try:
-        check(cfg)
-    except UserError as error:
-        raise UserError(f"{folder}: {error}") from None
-    return cfg
+        return Config(**json.loads(text)["settings"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{folder}: not a run folder of this version: {error}") from None
 
 def open_run(cfg, folder):
     """Make a run folder, or check that the one there has the same settings. Raises UserError."""
@@ -1493,58 +1485,76 @@ def open_run(cfg, folder):
         write(folder / "config.json", versions() | dict(
             python=platform.python_version(), machine=platform.platform(), settings=asdict(cfg)))
 
-class PretrainingRun:
+class Loop:
+    """A loop that is kept in a file: it stops after a whole step when asked to, and goes on."""
+    hint = ""                                                        # another way to go on
+
+    def __init__(self, cfg, log, path, settings, total):
+        self.cfg, self.log, self.path, self.settings = cfg, log, path, settings
+        self.done, self.total = 0, total                             # steps
+        self.saved = None                                            # what the file held
+
+    def begin(self, **parts):
+        """Before the first step: put what is saved into the parts (models and optimizers)."""
+        self.parts = parts
+        self.began = time.monotonic()
+        if self.path.exists():
+            self.saved = load(self.path, self.settings, self.cfg.device, **parts)
+            self.done = self.saved["done"]
+            self.began -= self.saved["seconds"]
+        self.log.patient = self.done < self.total
+
+    def seconds(self):
+        return time.monotonic() - self.began
+
+    def save(self, **more):
+        """Write the file. Raises UserError where a weight is not finite; the old file stays."""
+        models = [part for part in self.parts.values() if isinstance(part, nn.Module)]
+        if not all(p.isfinite().all() for model in models for p in model.parameters()):
+            raise UserError(f"{self.path}: not written, a weight is not finite; the old one stays")
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        write(self.path, states | more | dict(
+            settings=self.settings | dict(version=VERSION), done=self.done, seconds=self.seconds()))
+        all_ranks(None)                                              # none ends before it is saved
+
+    def save_or_stop(self, due):
+        """After a step: save if due. If asked to stop, save and raise KeyboardInterrupt."""
+        stop = any(all_ranks(self.log.stop_requested))
+        if due or stop:
+            self.save()
+        if stop:
+            self.log.line(f"stopped after {self.done} of {self.total}; to go on: the same command"
+                          + self.hint)
+            raise KeyboardInterrupt
+        self.log.patient = self.done < self.total
+
+class PretrainingRun(Loop):
     """The file of a pretrained model: made by the first run that needs it, for all that do."""
 
     def __init__(self, cfg, log, model, optimizers):
-        self.cfg, self.log, self.model, self.optimizers = cfg, log, model, optimizers
-        self.settings = {name: getattr(cfg, name) for name in PRETRAINING_FIELDS} | versions()
-        folder = Path(cfg.out).expanduser()
-        self.path = folder / f"pretrained-{digest(self.settings)[:16]}.pt"
-        self.done, self.seconds = 0, 0.0
-        if self.path.exists():
-            saved = load(self.path, self.settings, cfg.device)
-            self.done, self.seconds = saved["done"], saved["seconds"]
-            restore(self.path, saved, self.parts())
-        self.began = time.monotonic() - self.seconds
-        log.patient = self.done < cfg.pretrain_steps
-
-    def parts(self):
-        """What the file holds: the optimizers too, until the model is whole."""
-        parts = dict(model=self.model)
-        if self.done < self.cfg.pretrain_steps:
-            parts |= {f"optimizer{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
-        return parts
+        settings = {name: getattr(cfg, name) for name in PRETRAINING_FIELDS} | versions()
+        path = Path(cfg.out).expanduser() / f"pretrained-{fingerprint(settings)}.pt"
+        super().__init__(cfg, log, path, settings, cfg.pretrain_steps)
+        self.begin(model=model, **{f"optimizer{i}": x for i, x in enumerate(optimizers)})
 
     def step_done(self, loss):
         """After each step: count, show, save now and then; KeyboardInterrupt if asked to stop."""
         self.done += 1
-        total = self.cfg.pretrain_steps
-        self.log.progress("pretraining", self.done, total, f"loss {loss:.4f}")
-        stop = any(all_ranks(self.log.stop_requested))
-        if stop or self.done == total or self.done % 500 == 0:
-            self.seconds = time.monotonic() - self.began
-            save(self.path, self.settings, self.parts(), done=self.done, seconds=self.seconds)
-        if stop:
-            self.log.line("stopped while pretraining; the same command goes on")
-            raise KeyboardInterrupt
-        self.log.patient = self.done < total
+        self.log.progress("pretraining", self.done, self.total, f"loss {loss:.4f}")
+        self.save_or_stop(due=self.done % 500 == 0 or self.done == self.total)
 
-class Run:
-    """The files of one run of RL, its evaluations, and where it stops and goes on.
-
-    checkpoint.pt holds all that the run needs, the reference included: a copy of the folder goes on
-    anywhere. metrics.csv is made from it.
-    """
+class Run(Loop):
+    """The folder of one run of RL. checkpoint.pt holds all that the run needs, the reference
+    included: a copy of the folder goes on anywhere. metrics.csv is made from it."""
 
     def __init__(self, cfg, log, folder):
-        self.cfg, self.log, self.folder = cfg, log, folder
-        self.checkpoint = folder / "checkpoint.pt"
-        self.saved = None                                            # what the checkpoint held
-        self.done = 0                                                # iterations
+        open_run(cfg, folder)
+        super().__init__(cfg, log, folder / "checkpoint.pt", settings_that_count(cfg),
+                         cfg.iterations)
+        self.folder = folder
+        self.hint = f", or --resume {shlex.quote(str(folder))}"
         self.rows = []                                               # of metrics.csv
         self.recent = []                                             # diagnostics since then
-        open_run(cfg, folder)
 
     def is_complete(self):
         """Whether there is a summary; it is printed."""
@@ -1556,54 +1566,37 @@ class Run:
         return True
 
     def saved_reference(self):
-        """(reference, seconds of pretraining) from the checkpoint, or None without one."""
-        if not self.checkpoint.exists():
-            return None
-        self.saved = load(self.checkpoint, settings_that_count(self.cfg), self.cfg.device)
-        reference = new_model(self.cfg, self.cfg.temperature)
-        restore(self.checkpoint, self.saved, dict(reference=reference))
-        return reference, self.saved["pretrain_seconds"]
+        """Of a run that goes on, what `pretrain` returns; `begin` fills it. Else None."""
+        if self.path.exists():
+            return new_model(self.cfg, self.cfg.temperature), 0.0
 
-    def begin(self, reference, policy, sampler, optimizer, pretrain_seconds):
+    def begin(self, pretrain_seconds, **parts):
         """Before the first iteration: restore what is saved, or evaluate for the first row."""
-        self.parts = dict(reference=reference, policy=policy, sampler=sampler, optimizer=optimizer)
+        super().begin(**parts)
         self.pretrain_seconds = pretrain_seconds
-        self.began = time.monotonic()
-        if self.saved is None:
+        if self.saved:
+            self.pretrain_seconds = self.saved["pretrain_seconds"]
+            self.rows, self.recent = self.saved["rows"], self.saved["recent"]
+            self.log.line(f"{self.folder}: goes on after iteration {self.done}")
+        else:
             self.evaluate()
             self.save()
-        else:
-            restore(self.checkpoint, self.saved, self.parts)
-            self.done = self.saved["done"]
-            self.rows = self.saved["rows"]
-            self.recent = self.saved["recent"]
-            self.began -= self.saved["seconds"]
-            self.log.line(f"{self.folder}: goes on after iteration {self.done}")
-        self.log.patient = self.done < self.cfg.iterations
 
     def iteration_done(self, sampled, info):
         """After each iteration: count, show, evaluate and save when due; KeyboardInterrupt if
         asked to stop."""
-        cfg = self.cfg
         self.done += 1
         self.recent.append(info)
-        self.log.progress("iteration", self.done, cfg.iterations, f"reward {info['reward']:.2f}")
+        self.log.progress("iteration", self.done, self.total, f"reward {info['reward']:.2f}")
         if self.done == 1 and not sampled.correct.any():
             self.log.line("no reward: the pretrained model solved none of the problems, there is "
                           "nothing to learn from. More pretraining or a larger --dial helps.")
-        if self.done % (2 * cfg.eval_every) == 0:
+        if self.done % (2 * self.cfg.eval_every) == 0:
             self.show_sample(sampled)
-        due = self.done % cfg.eval_every == 0 or self.done == cfg.iterations
-        stop = any(all_ranks(self.log.stop_requested))
+        due = self.done % self.cfg.eval_every == 0 or self.done == self.total
         if due:
             self.evaluate()
-        if due or stop:
-            self.save()
-        if stop:
-            self.log.line(f"stopped after iteration {self.done}; to go on: the same command, or "
-                          f"--resume {shlex.quote(str(self.folder))}")
-            raise KeyboardInterrupt
-        self.log.patient = self.done < cfg.iterations
+        self.save_or_stop(due)
 
     def show_sample(self, sampled):
         (a, b), correct = sampled.problems[0], sampled.correct[0]
@@ -1614,7 +1607,7 @@ class Run:
     def evaluate(self):
         """A row of metrics.csv: success, critical tokens, diagnostics since the row before."""
         accuracy, critical = test_accuracy(self.parts["policy"], self.cfg, self.cfg.eval_problems)
-        row = dict(iteration=self.done, seconds=time.monotonic() - self.began)
+        row = dict(iteration=self.done, seconds=self.seconds())
         row |= {f"accuracy_{name}": mean for name, (mean, _, _) in accuracy.items()} | critical
         for name in self.recent[0] if self.recent else ():
             row[name] = sum(info[name] for info in self.recent) / len(self.recent)
@@ -1625,34 +1618,27 @@ class Run:
         self.log.line(f"iteration {self.done:4d}  {'  '.join(shown)}")
 
     def save(self):
-        save(self.checkpoint, settings_that_count(self.cfg), self.parts, done=self.done,
-             rows=self.rows, recent=self.recent, seconds=time.monotonic() - self.began,
-             pretrain_seconds=self.pretrain_seconds)
+        super().save(rows=self.rows, recent=self.recent, pretrain_seconds=self.pretrain_seconds)
         try:
-            self.write_metrics()
+            write(self.folder / "metrics.csv", csv_text(self.rows))
         except UserError as error:                                   # open in a spreadsheet: later
             self.log.line(f"warning: {error}")
 
-    def write_metrics(self):
-        write(self.folder / "metrics.csv", csv_text(self.rows))
-
     def end(self):
         """After the last iteration: the summary, on many test problems."""
-        self.write_metrics()
+        write(self.folder / "metrics.csv", csv_text(self.rows))
         cfg, policy, reference = self.cfg, self.parts["policy"], self.parts["reference"]
         after, critical_after = test_accuracy(policy, cfg, cfg.test_problems, self.log)
         before, critical_before = test_accuracy(reference, cfg, cfg.test_problems, self.log)
-        critical = {}
-        for name in critical_before:
-            critical[name] = dict(before=critical_before[name], after=critical_after[name])
-        seconds = time.monotonic() - self.began
+        critical = {name: dict(before=critical_before[name], after=critical_after[name])
+                    for name in critical_before}
+        pretraining, rl = self.pretrain_seconds, self.seconds()
         summary = dict(
             mode=cfg.mode, seed=cfg.seed,
             accuracy={name: mean for name, (mean, _, _) in after.items()},
             pretrained_accuracy={name: mean for name, (mean, _, _) in before.items()},
             intervals=dict(accuracy=after, pretrained_accuracy=before), critical_tokens=critical,
-            seconds=dict(pretrain=self.pretrain_seconds, rl=seconds,
-                         total=self.pretrain_seconds + seconds),
+            seconds=dict(pretrain=pretraining, rl=rl, total=pretraining + rl),
             peak_memory_mb=peak_memory_mb(cfg.device),
             parameters=sum(p.numel() for p in policy.parameters()))
         write(self.folder / "summary.json", summary)
@@ -1691,10 +1677,10 @@ def chosen_policy(cfg, log, folder):
         reference, _ = pretrain(cfg, log)
         return reference, reference
     path = Path(cfg.checkpoint).expanduser() / "checkpoint.pt"
-    saved = load(path, {name: getattr(cfg, name) for name in POLICY_FIELDS}, cfg.device)
     reference = new_model(cfg, cfg.temperature)
     policy = copy.deepcopy(reference)
-    restore(path, saved, dict(reference=reference, policy=policy))
+    settings = {name: getattr(cfg, name) for name in POLICY_FIELDS}
+    load(path, settings, cfg.device, reference=reference, policy=policy)
     open_run(cfg, folder)
     return reference, policy
 
@@ -1703,28 +1689,24 @@ def evaluate(cfg, log, folder):
     pretrained model table 1 and the critical tokens by definition; and 2,000 tokens as a bfloat16
     sampler and the trainer see them, [Q] fig. 2."""
     reference, policy = chosen_policy(cfg, log, folder)
-    log.line(f"{'set':10} {'digits':6} {'sampled':>22} {'greedy':>22} {'expected':>22}   in %, "
-             "95% interval")
+    log.line(f"{'in %, 95%':17} {'sampled':>22} {'greedy':>22} {'expected':>22}")
     rows = []
     for kind in ("identical", "varying"):
         for k, name in enumerate(SETS):
             problems = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind)
-            expected, _ = examine(policy, problems, cfg.digits, log)
             row = dict(
                 sampled=interval(graded(policy, problems, log, (cfg.seed, "evaluate", kind, k))),
                 greedy=interval(graded(policy, problems, log)),
-                expected=interval(expected))
+                expected=interval(examine(policy, problems, cfg.digits, log)[0]))
             rows.append(dict(set=kind, digits=name) | row)
             cells = " ".join(f"{percent(values):>22}" for values in row.values())
             log.line(f"{kind:10} {name:6} {cells}")
     problems = test_set(cfg.digits + 1, min(50, cfg.test_problems), cfg.seed)
     gap, definition = critical_evidence(reference, problems, cfg)
-    log.line("certainty of the pretrained model on a token less its mean on the others:")
     for name, values in gap.items():
-        log.line("  {:16} {:.4f} ({:.4f} to {:.4f})".format(name, *values))
-    log.line("tokens of these answers:")
+        log.line("certainty less its mean: {:16} {:.4f} ({:.4f} to {:.4f})".format(name, *values))
     for name, count in definition.items():
-        log.line(f"  {name:24} {count}")
+        log.line(f"tokens {name:24} {count}")
     sampled = rollout(copy.deepcopy(policy).bfloat16(), problems, seed=0)
     actions = sampled.ids[:, 1:]
     mu = token_logp(sampled.logits, actions)
@@ -1753,19 +1735,18 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.9):
     """
     ids, mask = true_batch(problems, reference.device)
     certainties = reference_certainty(score(reference, ids), cfg)
-    gaps, listed, uncertain = {}, set(), set()
+    gaps = {"critical": [], "critical commas": [], "non-critical": []}
+    listed, uncertain = set(), set()
     for i, (a, b) in enumerate(problems):
         J = certainties[i][mask[i]].cpu()
-        mean_of_others = (J.sum() - J) / (len(J) - 1)
-        gap = J - mean_of_others
+        gap = J - (J.sum() - J) / (len(J) - 1)                       # less the mean of the others
         found = critical_tokens(a, b, cfg.digits)
-        critical = sorted(found.values())
         commas = [t for name, t in found.items() if name.endswith("comma")]
-        others = [t for t in range(len(J)) if t not in critical]
-        parts = {"critical": critical, "critical commas": commas, "non-critical": others}
-        for name, indices in parts.items():
-            gaps.setdefault(name, []).append(gap[indices].mean())
-        listed |= {(i, t) for t in critical}
+        others = [t for t in range(len(J)) if t not in found.values()]
+        gaps["critical"].append(gap[sorted(found.values())].mean())
+        gaps["critical commas"].append(gap[commas].mean())
+        gaps["non-critical"].append(gap[others].mean())
+        listed |= {(i, t) for t in found.values()}
         uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
     _, after_true = force(reference, problems, places, wrong=False)
@@ -1791,7 +1772,7 @@ def inspect(cfg, log, folder):
     text = decode(answer.ids[:, 1:][answer.mask])
     correct = bool(answer.correct[0])
     coloured = "".join(map(in_colour, text, J.tolist())) + "\033[0m"
-    log.line(prompt(a, b) + (coloured if log.live else text))
+    log.line(prompt(a, b) + (coloured if sys.stdout.isatty() else text))
     log.line(f"{'right' if correct else 'wrong'}: {a}+{b}={a + b}; the pretrained model is least "
              "certain at")
     for i in J.argsort()[:5].tolist():
@@ -1803,9 +1784,9 @@ def inspect(cfg, log, folder):
         policy=likeliest(score(policy, answer.ids)[answer.mask])))
 
 def in_colour(character, J):
-    """For a terminal: from red, where J is 0.8 or less, over orange to yellow-green at 1."""
-    level = min(5, max(0, round(25 * J - 20)))
-    return f"\033[38;5;{196 - 36 * max(0, level - 3) + 6 * level}m{character}"
+    """For a terminal: red where J is below 0.9, yellow below 0.99, else plain."""
+    colour = 31 if J < 0.9 else 33 if J < 0.99 else 0
+    return f"\033[{colour}m{character}"
 
 def likeliest(logits, count=5):
     """(n, V) to n lists of the likeliest characters, each a pair (character, probability)."""
@@ -1825,9 +1806,9 @@ def bench(cfg, log, folder):
     batch = prepare(sampled, policy, reference, cfg)
     tokens = int((sampled.ids != TOKEN_ID[PAD]).sum())
     batches = pretraining_batches(cfg, 0)
-    pretraining_tokens = sum(len(text) + len(answer) for b in batches for text, answer in b)
+    read = sum(len(text) + len(answer) for batch in batches for text, answer in batch)
 
-    def pretrain_four():
+    def four_steps():
         for examples in batches:
             pretraining_step(reference, optimizers, examples, lr=0.0)
 
@@ -1837,7 +1818,7 @@ def bench(cfg, log, folder):
             ("sampling", partial(rollout, policy, problems, seed=0), tokens),
             ("scoring", partial(prepare, sampled, policy, reference, cfg), tokens),
             ("update", partial(update, policy, optimizer, batch, cfg, 0), tokens * cfg.epochs),
-            ("pretraining", pretrain_four, pretraining_tokens)):
+            ("pretraining", four_steps, read)):
         seconds = mean_seconds(call, cfg)
         peak = peak_memory_mb(cfg.device)
         phases[name] = dict(seconds=seconds, tokens_per_second=n / seconds, peak_memory_mb=peak)
@@ -1855,10 +1836,6 @@ def mean_seconds(call, cfg):
 
 # ---- Command line.
 
-def flag(name, value):
-    """A setting as the command line has it: "--eps-low 0.2"."""
-    return f"--{name.replace('_', '-')} {value}"
-
 def make_config(given):
     """Config from the settings `given` by name. Later ones win: defaults, preset, mode, method,
     given. Raises UserError on a value that is not allowed, or a given one without effect."""
@@ -1867,8 +1844,7 @@ def make_config(given):
     values |= MODE_SETTINGS.get(given.get("mode", values["mode"]), {})
     values |= METHODS.get(given.get("method", values["method"]), {})
     values |= given
-    cfg = Config(**values)
-    check(cfg)
+    cfg = Config(**values)                                           # checks each value
     for f in fields(Config):
         other, needed = f.metadata["needs"] or ("mode", MODES)
         if f.name in given and values[f.name] != f.default and values[other] not in needed:
@@ -1877,34 +1853,6 @@ def make_config(given):
     if cfg.dial == 0 and given.get("mistakes"):
         raise UserError(f"{flag('mistakes', cfg.mistakes)}: has no effect with --dial 0")
     return cfg
-
-def check(cfg):
-    """Raises UserError where a setting is not allowed, by itself or beside the others."""
-    def require(right, name, allowed):
-        if not right:
-            raise UserError(f"{flag(name, getattr(cfg, name))}: allowed is {allowed}")
-
-    for f in fields(Config):
-        value, low, high = getattr(cfg, f.name), f.metadata["low"], f.metadata["high"]
-        choices = f.metadata["choices"]
-        types = (int, float) if f.type is float else (f.type,)
-        require(type(value) in types, f.name, f"a value of type {f.type.__name__}")
-        require(not choices or value in choices, f.name, f"one of {', '.join(choices or ())}")
-        require(low is None or low <= value <= high, f.name, f"{low} to {high}")    # nan is not
-    of_episodes = f"a divisor of --episodes {cfg.episodes}"
-    require(cfg.width % (4 * cfg.heads) == 0, "width", f"a multiple of 4 * --heads {cfg.heads}")
-    require(cfg.episodes % cfg.minibatch == 0, "minibatch", of_episodes)
-    require(cfg.advantage == "gae" or cfg.episodes % cfg.group == 0, "group", of_episodes)
-    require(re.fullmatch(r"([\w+=-][\w.+=-]{0,99})?", cfg.name), "name",
-            "up to 100 letters, digits and _ + = - ., no . first")
-    require(cfg.mode != "pretrain" or cfg.iterations == 0, "iterations", "0 with --mode pretrain")
-    require(cfg.mode not in PENALTIES or cfg.penalty == cfg.mode, "penalty",
-            f"{cfg.mode} with --mode {cfg.mode}")
-    require(re.fullmatch(r"auto|cpu|mps|cuda(:[0-9]+)?", cfg.device), "device",
-            "auto, cpu, cuda, cuda:1 (or another number), mps")
-    number = "(0|[1-9][0-9]{0,29})"
-    require(cfg.mode != "inspect" or re.fullmatch(rf"{number}\+{number}", cfg.problem), "problem",
-            "two numbers of at most 30 digits without leading zeros, like 2033+5179")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):                                        # one line, without the usage
@@ -1928,24 +1876,16 @@ def parse(argv):
     parser.add_argument("--resume", metavar="RUN_FOLDER",
                         help="go on with a stopped run, with its own settings")
     given = vars(parser.parse_args(argv))
-    if "resume" not in given:
-        return make_config(of_checkpoint(given) | given), None
-    folder = Path(given.pop("resume")).expanduser()
-    if given:
-        raise UserError(f"--resume {folder}: goes on with the run's own settings; leave out "
-                        f"{' '.join(flag(*item) for item in given.items())}")
-    cfg = read_config(folder)
-    cfg.out = str(folder.parent)
-    return cfg, folder
-
-def of_checkpoint(given):
-    """The settings that the policy in --checkpoint was made with, where they are not the defaults.
-    Raises UserError where it has no config.json."""
-    if given.get("mode") not in ("evaluate", "inspect") or not given.get("checkpoint"):
-        return {}
-    made = read_config(Path(given["checkpoint"]).expanduser())
-    return {name: getattr(made, name) for name in POLICY_FIELDS
-            if getattr(made, name) != getattr(Config, name)}
+    if "resume" in given:
+        folder = Path(given.pop("resume")).expanduser()
+        saved = asdict(read_config(folder))
+        require_settings(f"--resume {folder}", saved, given)
+        return Config(**saved | dict(out=str(folder.parent))), folder
+    if given.get("mode") in ("evaluate", "inspect") and given.get("checkpoint"):
+        made = read_config(Path(given["checkpoint"]).expanduser())   # the policy's settings
+        given = {name: getattr(made, name) for name in POLICY_FIELDS
+                 if getattr(made, name) != getattr(Config, name)} | given
+    return make_config(given), None
 
 def start(cfg):
     """Resolve device and threads into `cfg`. Raises UserError where the device is not there."""
@@ -1954,10 +1894,8 @@ def start(cfg):
     if cfg.device.startswith("cuda"):
         # under torchrun "cuda" is another GPU in each process, but the same setting in all
         number = int(cfg.device.partition(":")[2] or os.environ.get("LOCAL_RANK", 0))
-        count = torch.cuda.device_count()
-        if number >= count:
-            raise UserError(f"--device {cfg.device}: no CUDA device {number}, there are {count} "
-                            "here; allowed is cpu")
+        if number >= torch.cuda.device_count():
+            raise UserError(f"--device {cfg.device}: no CUDA device {number} here; allowed is cpu")
         torch.cuda.set_device(number)
     if cfg.device == "mps" and not torch.backends.mps.is_available():
         raise UserError("--device mps: there is none here; allowed is cpu")
@@ -1974,6 +1912,8 @@ def describe(cfg, folder):
 def main(argv=None):
     """Run a command line; returns the exit code."""
     modes = dict(evaluate=evaluate, inspect=inspect, bench=bench)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")                     # a name it cannot show
     try:
         cfg, folder = parse(argv)
         start(cfg)
@@ -1982,8 +1922,6 @@ def main(argv=None):
         with Log(quiet=cfg.json) as log:
             log.line(describe(cfg, folder))
             modes.get(cfg.mode, train)(cfg, log, folder)
-        if WORLD > 1:
-            torch.distributed.destroy_process_group()
         return 0
     except (UserError, OSError, MemoryError, RuntimeError) as error:
         if type(error) is RuntimeError and "allocate" not in str(error):

@@ -315,16 +315,19 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("delay", [0, 0.4])
-def test_ctrl_c_at_any_moment(small, tmp_path, delay):
-    """130 and nothing else, from the first statement on."""
-    command = [sys.executable, "-c", TELL, PLOTS, *[str(small)] * 99, "--out", str(tmp_path)]
+@pytest.mark.parametrize("drawing", [False, True])
+def test_ctrl_c_at_any_moment(tmp_path, drawing):
+    """130 and nothing else, from the first statement on, and when the first picture is there."""
+    a_run(tmp_path / "runs", success(0.9, 0.8), some_rows())
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", TELL, PLOTS, str(tmp_path / "runs"), "--out", str(out)]
     # a job in the background would have been started with Ctrl-C ignored
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                preexec_fn=heed)
     assert process.stdout.readline() == "ready\n"
-    time.sleep(delay)
+    while drawing and process.poll() is None and not list(out.glob("*")):
+        time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate()
     assert (process.returncode, errors) == (130, "")
