@@ -1158,8 +1158,8 @@ def fixed_problems(reference, cfg):
     tries = 0
     while len(chosen) < cfg.fixed:
         if tries == 10_000:
-            raise UserError(f"--fixed {cfg.fixed}: of {tries} problems the pretrained model solves "
-                            f"only {len(chosen)} sometimes")
+            raise UserError(f"--fixed {cfg.fixed}: of {tries:,} problems the pretrained model "
+                            f"solves only {len(chosen)} sometimes")
         problems = [rl_problem(rng, cfg) for _ in range(100)]
         tries += 100
         expected, _ = examine(reference, problems, cfg.digits)
@@ -1592,17 +1592,13 @@ class Run(Loop):
             self.log.line("no reward: the pretrained model solved none of the problems, there is "
                           "nothing to learn from. More pretraining or a larger --dial helps.")
         if self.done % (2 * self.cfg.eval_every) == 0:
-            self.show_sample(sampled)
+            (a, b), correct = sampled.problems[0], sampled.correct[0]
+            answer = decode(sampled.ids[0, 1:][sampled.mask[0]]).strip().replace("\n", "\n  ")
+            self.log.line(f"  sampled, reward {correct:.0f}: {a}+{b}\n  {answer}")
         due = self.done % self.cfg.eval_every == 0 or self.done == self.total
         if due:
             self.evaluate()
         self.save_or_stop(due)
-
-    def show_sample(self, sampled):
-        (a, b), correct = sampled.problems[0], sampled.correct[0]
-        answer = decode(sampled.ids[0, 1:][sampled.mask[0]])
-        indented = answer.strip().replace("\n", "\n  ")
-        self.log.line(f"  sampled, reward {correct:.0f}: {a}+{b}\n  {indented}")
 
     def evaluate(self):
         """A row of metrics.csv: success, critical tokens, diagnostics since the row before."""
@@ -1806,7 +1802,7 @@ def bench(cfg, log, folder):
     batch = prepare(sampled, policy, reference, cfg)
     tokens = int((sampled.ids != TOKEN_ID[PAD]).sum())
     batches = pretraining_batches(cfg, 0)
-    read = sum(len(text) + len(answer) for batch in batches for text, answer in batch)
+    read = sum(len(text) + len(answer) for text, answer in sum(batches, []))
 
     def four_steps():
         for examples in batches:

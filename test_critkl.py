@@ -2534,6 +2534,16 @@ def test_metrics_that_are_held_open_elsewhere(tmp_path, critical_run, monkeypatc
     assert_same_run(path, critical_run)
 
 
+def test_the_time_before_a_stop_counts(tmp_path):
+    path, _ = stopped(tmp_path)
+    saved = critkl.load(path / "checkpoint.pt", {})
+    critkl.write(path / "checkpoint.pt", saved | dict(seconds=1000.0, pretrain_seconds=500.0))
+    good("--resume", path)
+    seconds = json.loads((path / "summary.json").read_text())["seconds"]
+    assert seconds["pretrain"] == 500 and 1000 <= seconds["rl"] < 1100
+    assert seconds["total"] == seconds["pretrain"] + seconds["rl"]
+
+
 def test_metrics_are_made_again_from_the_checkpoint(tmp_path, critical_run):
     path, _ = stopped(tmp_path)
     (path / "metrics.csv").unlink()

@@ -10,7 +10,8 @@ whose numbers are names, settings in passing, or others' results.
 """
 import math
 
-from collect import Missing, both, by_seed, mean, paired, pick, plain, strained, values
+from collect import (
+    Missing, both, by_seed, differences, mean, paired, pick, plain, strained, values)
 
 import critkl
 import torch
@@ -38,12 +39,19 @@ def evaluations(data):
     return found
 
 def elsewhere(data, mode):
-    """Runs of seed 0 under ATEN_CPU_CAPABILITY=default."""
-    rows = pick(data.all_runs, "note", mode=mode)
-    rows = [row for row in rows if row["seed"] == 0 and "CAPABILITY=default" in str(row["note"])]
+    """Runs on another machine, made with --note AVX-512."""
+    rows = [row for row in pick(data.all_runs, "note", mode=mode) if row["note"] == "AVX-512"]
     if not rows:
-        raise Missing("no runs with --note ATEN_CPU_CAPABILITY=default")
+        raise Missing("no runs with --note AVX-512")
     return rows
+
+def moved(data, mode, column):
+    """From the default machine to the other, paired by seed."""
+    return paired(elsewhere(data, mode), runs(data, mode), column)
+
+def farthest(data, column):
+    found = differences(elsewhere(data, "critical"), runs(data, "critical"), column)
+    return f"{max(map(abs, found)):.1f}"
 
 def measured(data, *names):
     try:
@@ -166,9 +174,13 @@ README = [
     ("# {} minutes on one thread, {} with --threads 2; {} GB", whole),
     ("# {} minutes on two cores", lambda data: measured(data, "tests, minutes")),
     ("some {} GFLOP/s in float32 a core; Linux, Python {}, torch {}, CPU", machine),
-    ("it is {} (N / N+1) before and {} after.",
+    ("end at {} (none), {} (standard) and {} (critical; N / N+1)",
+     lambda data: [both(elsewhere(data, mode), "after", 1)
+                   for mode in ("none", "standard", "critical")]),
+    ("from {} before RL, and the command takes {} minutes, {} with two threads",
      lambda data: [both(elsewhere(data, "critical"), "before", 1),
-                   both(elsewhere(data, "critical"), "after", 1)]),
+                   *(f"{run['seconds'] / 60:.1f}"
+                     for run in measured(data, "AVX-512")[0].values())]),
     ("At alpha = {} critical ends {} points above standard at N+1 (paired), and {} above none "
      "at N.",
      lambda data: [f"{DEFAULT.alpha:g}", gap(data, "critical", "standard"),
@@ -211,6 +223,14 @@ README = [
      lambda data: [f"{critkl.PRESETS['laptop7'][name]:g}" for name in ("digits", "dial")])]
 
 RESULTS = [
+    ("at N+1: pretrained {}, none {}, standard {}, critical {} points; at N: none {}, standard {}, "
+     "critical {}.",
+     lambda data: [moved(data, "critical", "N+1 before"),
+                   *(moved(data, mode, column) for column in ("N+1 after", "N after")
+                     for mode in ("none", "standard", "critical"))]),
+    ("by more than {} points at N+1; after it with the critical penalty by up to {} there, and by "
+     "up to {} at N",
+     lambda data: [farthest(data, column) for column in ("N+1 before", "N+1 after", "N after")]),
     ("N = {} unless said", lambda data: [f"{DEFAULT.digits}"]),
     ("the critical penalty ends {} points above the standard one at N+1, paired by seed",
      lambda data: [gap(data, "critical", "standard")]),

@@ -38,9 +38,10 @@ COMPARED = (
 
 # ---- Tables: functions of the data to rows of cells, the header first.
 
-def main_runs(data):
+def main_runs(data, note=""):
     """Label, runs and column's end: of the pretrained models, then of each penalty."""
-    found = {mode: pick(data.runs, mode=mode) for mode in PENALTIES}
+    there = [row for row in data.all_runs if row["note"] == note]
+    found = {mode: pick(there, "note", mode=mode) for mode in PENALTIES}
     return [("pretrained", sum(found.values(), []), "before"),
             *((mode, rows, "after") for mode, rows in found.items())]
 
@@ -54,9 +55,9 @@ def readme(data):
     return [[title, "N", "N+1", "right n+1 commas"],
             *([label, *success(rows, when)] for label, rows, when in main_runs(data))]
 
-def seeds(data):
+def seeds(data, note=""):
     table = [["penalty", "seeds", "N", "N+1", "right n+1 commas", "N / N+1, seed by seed"]]
-    for label, rows, when in main_runs(data):
+    for label, rows, when in main_runs(data, note):
         each = ", ".join(both([row], when) for row in by_seed(rows).values())
         table.append([label, len(by_seed(rows)), *success(rows, when), each])
     return table
@@ -254,13 +255,15 @@ def speed(data):
     cfg = critkl.Config()
     table = [["", "whole", f"pretraining, {cfg.pretrain_steps:,} steps",
               f"RL and evaluation, {cfg.iterations} iterations", "peak memory"]]
-    for name, x in data.measured["whole process"].items():
+    newer = {f"{name}, AVX-512": x for name, x in data.measured.get("AVX-512", {}).items()}
+    for name, x in (data.measured["whole process"] | newer).items():
         table.append([name, f"{x['seconds'] // 60}:{x['seconds'] % 60:02}", f"{x['pretraining']} s",
                       f"{x['RL and evaluation']} s", f"{x['peak MB']} MB"])
     return table
 
 TABLES = {
     "readme": readme, "example": example, "seeds": seeds, "commas": commas,
+    "seeds elsewhere": lambda data: seeds(data, "AVX-512"),
     "alpha": lambda data: compare(data, "alpha"),
     "map": lambda data: compare(data, "iterations", "lr", "alpha"),
     "beta": lambda data: compare(data, "beta"),
