@@ -66,7 +66,8 @@ import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-if __name__ == "__main__":                                           # Ctrl-C while torch loads
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    # Ctrl-C while torch loads
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import torch
@@ -1353,7 +1354,8 @@ def write(path, content):
     except (OSError, RuntimeError) as error:                         # torch raises both
         raise UserError(f"{path}: cannot be written: {error}") from None
     finally:
-        beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            beside.unlink()
 
 def load(path, settings, device="cpu", **parts):
     """The dict in a checkpoint, put into the parts (models and optimizers). Nothing is unpickled
@@ -1367,7 +1369,7 @@ def load(path, settings, device="cpu", **parts):
         require_settings(path, saved["settings"], settings | dict(version=VERSION))
         for name, part in parts.items():
             part.load_state_dict(saved[name])
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:  # what torch.load raises on other files is not documented
         raise UserError(f"{path}: not a checkpoint of critkl, damaged, or of another model "
@@ -1414,11 +1416,12 @@ class Log:
         self.patient = self.stop_requested = False
 
     def __enter__(self):
-        self.handlers = [signal.signal(number, self.on_signal) for number in SIGNALS]
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+        self.handlers = {number: signal.signal(number, self.on_signal) for number in heard}
         return self
 
     def __exit__(self, *_):
-        for number, handler in zip(SIGNALS, self.handlers):
+        for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
     def on_signal(self, *_):
@@ -1473,9 +1476,11 @@ def read_config(folder):
     """The Config in a run folder's config.json. Raises UserError."""
     try:
         text = (folder / "config.json").read_text(encoding="utf-8")
-        return Config(**json.loads(text)["settings"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder}: not a run folder of this version: {error}") from None
+        content = json.loads(text)
+        require_settings(folder, content, dict(version=VERSION))
+        return Config(**content["settings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{folder}: not a run folder of this version, {error}") from None
 
 def open_run(cfg, folder):
     """Make a run folder, or check that the one there has the same settings. Raises UserError."""
@@ -1515,16 +1520,17 @@ class Loop:
         states = {name: part.state_dict() for name, part in self.parts.items()}
         write(self.path, states | more | dict(
             settings=self.settings | dict(version=VERSION), done=self.done, seconds=self.seconds()))
-        all_ranks(None)                                              # none ends before it is saved
 
     def save_or_stop(self, due):
         """After a step: save if due. If asked to stop, save and raise KeyboardInterrupt."""
-        stop = any(all_ranks(self.log.stop_requested))
-        if due or stop:
+        if due:
             self.save()
-        if stop:
+        if any(all_ranks(self.log.stop_requested)):
+            if not due:
+                self.save()
             self.log.line(f"stopped after {self.done} of {self.total}; to go on: the same command"
                           + self.hint)
+            all_ranks(None)                                          # none ends before it is saved
             raise KeyboardInterrupt
         self.log.patient = self.done < self.total
 
@@ -1545,7 +1551,8 @@ class PretrainingRun(Loop):
 
 class Run(Loop):
     """The folder of one run of RL. checkpoint.pt holds all that the run needs, the reference
-    included: a copy of the folder goes on anywhere. metrics.csv is made from it."""
+    included: a copy of the folder goes on wherever there is such a device. metrics.csv is made from
+    it."""
 
     def __init__(self, cfg, log, folder):
         open_run(cfg, folder)
@@ -1554,7 +1561,7 @@ class Run(Loop):
         self.folder = folder
         self.hint = f", or --resume {shlex.quote(str(folder))}"
         self.rows = []                                               # of metrics.csv
-        self.recent = []                                             # diagnostics since then
+        self.recent = []                                             # diagnostics since the last
 
     def is_complete(self):
         """Whether there is a summary; it is printed."""
@@ -1578,9 +1585,10 @@ class Run(Loop):
             self.pretrain_seconds = self.saved["pretrain_seconds"]
             self.rows, self.recent = self.saved["rows"], self.saved["recent"]
             self.log.line(f"{self.folder}: goes on after iteration {self.done}")
+            self.saved = None                                        # it takes memory
         else:
             self.evaluate()
-            self.save()
+            self.save_or_stop(due=True)
 
     def iteration_done(self, sampled, info):
         """After each iteration: count, show, evaluate and save when due; KeyboardInterrupt if
@@ -1855,7 +1863,8 @@ class Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 def parse(argv):
-    """Command line to (Config, run folder); flags, types and help come from Config's fields."""
+    """Command line to Config, and the folder of --resume or None; flags, types and help come from
+    Config's fields."""
     parser = Parser(
         prog="critkl.py", allow_abbrev=False, argument_default=argparse.SUPPRESS,
         description=__doc__.split("\n\n")[0],
@@ -1873,12 +1882,13 @@ def parse(argv):
                         help="go on with a stopped run, with its own settings")
     given = vars(parser.parse_args(argv))
     if "resume" in given:
-        folder = Path(given.pop("resume")).expanduser()
+        folder = Path(given.pop("resume")).expanduser().resolve()
         saved = asdict(read_config(folder))
         require_settings(f"--resume {folder}", saved, given)
         return Config(**saved | dict(out=str(folder.parent))), folder
     if given.get("mode") in ("evaluate", "inspect") and given.get("checkpoint"):
-        made = read_config(Path(given["checkpoint"]).expanduser())   # the policy's settings
+        # the policy's settings; a default is left out, since a given one counts as without effect
+        made = read_config(Path(given["checkpoint"]).expanduser())
         given = {name: getattr(made, name) for name in POLICY_FIELDS
                  if getattr(made, name) != getattr(Config, name)} | given
     return make_config(given), None
@@ -1920,7 +1930,7 @@ def main(argv=None):
             modes.get(cfg.mode, train)(cfg, log, folder)
         return 0
     except (UserError, OSError, MemoryError, RuntimeError) as error:
-        if type(error) is RuntimeError and "allocate" not in str(error):
+        if isinstance(error, RuntimeError) and "allocate" not in str(error):
             raise                                                    # else: out of memory
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"critkl.py: error: {message}", file=sys.stderr)

@@ -2239,6 +2239,54 @@ def test_a_real_process_that_is_asked_to_stop(tmp_path):
     assert words[words.index("--resume") + 1] == str(path.relative_to(tmp_path))
 
 
+def test_a_signal_that_was_ignored_at_the_start_still_is(tmp_path):
+    """As SIGHUP under nohup: the terminal is closed, the run goes on."""
+    nohup = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_IGN)
+    process = start("--mode", "none", *TINY, *MODES["none"], "--out", tmp_path, preexec_fn=nohup)
+    for line in process.stdout:
+        if line.startswith("iteration    0"):
+            break
+    process.send_signal(signal.SIGHUP)
+    code, _, err = finish(process)
+    assert (code, err) == (0, "") and (only(tmp_path, "none-*") / "summary.json").exists()
+
+
+def test_asked_to_stop_in_the_first_evaluation_or_the_last_save(tmp_path, monkeypatch, critical_run):
+    """Before the first iteration, and while pretraining is saved for the last time."""
+    def then_interrupted(call):
+        def wrapped(run, *args, **more):
+            found = call(run, *args, **more)
+            os.kill(os.getpid(), signal.SIGINT)
+            return found
+        return wrapped
+
+    args = ["--mode", "critical", *TINY, *RL, "--out", tmp_path]
+    for part in (critkl.PretrainingRun, critkl.Run):
+        method = "save" if part is critkl.PretrainingRun else "evaluate"
+        with monkeypatch.context() as patch:
+            patch.setattr(part, method, then_interrupted(getattr(part, method)))
+            code, out, err = run(*args)
+        assert (code, err) == (130, "") and "to go on: the same command" in out
+    path = only(tmp_path, "critical-*")
+    assert state(path)["done"] == 0 and "stopped after 0 of 4" in out
+    good("--resume", path)
+    assert_same_run(critical_run, path)
+
+
+def test_resume_from_inside_the_folder(tmp_path, monkeypatch):
+    """Its pretrained model is beside it, not in it."""
+    path, _ = stopped(tmp_path, "pretraining", 7)
+    monkeypatch.chdir(path)
+    good("--resume", ".")
+    assert (path / "summary.json").exists() and not list(path.glob("pretrained-*"))
+
+
+def test_a_run_of_another_version_is_not_taken_for_complete(copied):
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | dict(version="1.0")))
+    assert "version 1.0" in refused("--resume", copied)
+
+
 def test_ctrl_c_in_the_first_second(tmp_path):
     """130 and nothing else, also while torch is imported (here one that takes long)."""
     (tmp_path / "torch.py").write_text("print('here', flush=True); import time; time.sleep(60)")
@@ -2557,7 +2605,7 @@ def test_a_folder_that_cannot_be_written(mode, tmp_path):
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "runs"):
         line = refused(*TINY, "--test-problems", 3, "--mode", mode, "--out", out)
-        assert str(tmp_path / "file") in line
+        assert str(tmp_path / "file") in line and "config.json: cannot be written" in line
     assert (tmp_path / "file").read_text() == "mine"
 
 
