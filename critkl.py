@@ -231,9 +231,10 @@ class Config:
 
 
 FREE_FIELDS = ("out", "name", "json", "preset")                      # change nothing in what is run
-PRETRAINING_FIELDS = (
+PRETRAINING_FIELDS = (                                               # decide the pretrained model
     "digits", "extra", "dial", "mistakes", "layers", "width", "heads", "window", "pretrain_steps",
     "pretrain_batch", "pretrain_lr", "pretrain_weight_decay", "seed", "device", "threads")
+# in these a policy and --checkpoint must agree
 POLICY_FIELDS = sorted({*PRETRAINING_FIELDS, "temperature"} - {"device", "threads"})
 
 def flag(name, value):
@@ -267,7 +268,6 @@ def check(cfg):
     number = "(0|[1-9][0-9]{0,29})"
     require(cfg.mode != "inspect" or re.fullmatch(rf"{number}\+{number}", cfg.problem), "problem",
             "two numbers of at most 30 digits without leading zeros, like 2033+5179")
-
 
 
 def stream(*key):
@@ -1365,7 +1365,7 @@ def load(path, settings, device="cpu", **parts):
         with zipfile.ZipFile(path) as archive:                       # torch skips its checksums
             if archive.testzip():
                 raise ValueError
-        saved = torch.load(path, map_location=device, weights_only=True)
+        saved = dict(torch.load(path, map_location=device, weights_only=True))
         require_settings(path, saved["settings"], settings | dict(version=VERSION))
         for name, part in parts.items():
             part.load_state_dict(saved[name])
