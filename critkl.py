@@ -1155,7 +1155,7 @@ def fixed_problems(reference, cfg):
     """`cfg.fixed` problems that the pretrained model solves with probability 0.05 to 0.95, [Q] 5.1.
     Raises UserError where 10,000 tries do not give as many."""
     rng = stream(cfg.seed, "fixed")
-    chosen = []
+    chosen = {}                                                      # each once, in their order
     tries = 0
     while len(chosen) < cfg.fixed:
         if tries == 10_000:
@@ -1165,9 +1165,9 @@ def fixed_problems(reference, cfg):
         tries += 100
         expected, _ = examine(reference, problems, cfg.digits)
         for problem, p in zip(problems, expected.tolist()):
-            if 0.05 <= p <= 0.95 and problem not in chosen:
-                chosen.append(problem)
-    return chosen[:cfg.fixed]
+            if 0.05 <= p <= 0.95:
+                chosen[problem] = p
+    return list(chosen)[:cfg.fixed]
 
 # ---- Evaluation. Under teacher forcing the product of the probabilities of all tokens is that of
 # sampling the true scratchpad: exact, and a lower bound of graded success.
@@ -1204,7 +1204,8 @@ def critical_tokens(a, b, digits):
         for operand, number, digit_list in zip(("first", "second"), (a, b), lists):
             excess = len(str(number)) - digits
             for k in range(1, excess + 1):
-                comma = digit_list.end(1) - 2 * (excess - k + 1)
+                pairs_left = excess - k + 1                          # commas and digits to the end
+                comma = digit_list.end(1) - 2 * pairs_left
                 if comma > digit_list.start(1):                      # else the list has no such
                     name = f"line{i}_{operand}_n+{k}"
                     found[f"{name}_comma"] = start + comma
@@ -1228,7 +1229,8 @@ def examine(model, problems, digits, log=None):
                 critical.setdefault(name, []).append(row[first + index].exp().item())
         if log is not None:
             log.progress("evaluating", i + len(piece), len(problems))
-    return torch.cat(expected), {name: sum(p) / len(p) for name, p in sorted(critical.items())}
+    means = {name: sum(p) / len(p) for name, p in sorted(critical.items())}
+    return torch.cat(expected), means
 
 def force(policy, problems, places, wrong=True):
     """Decisive? [V] section 3.3: put a character into true answers and let the policy go on.
@@ -1497,17 +1499,19 @@ class Loop:
     def __init__(self, cfg, log, path, settings, total):
         self.cfg, self.log, self.path, self.settings = cfg, log, path, settings
         self.done, self.total = 0, total                             # steps
-        self.saved = None                                            # what the file held
 
     def begin(self, **parts):
-        """Before the first step: put what is saved into the parts (models and optimizers)."""
+        """Before the first step: put what is saved into the parts (models and optimizers). Returns
+        all that the file holds, None without one."""
         self.parts = parts
         self.began = time.monotonic()
+        saved = None
         if self.path.exists():
-            self.saved = load(self.path, self.settings, self.cfg.device, **parts)
-            self.done = self.saved["done"]
-            self.began -= self.saved["seconds"]
+            saved = load(self.path, self.settings, self.cfg.device, **parts)
+            self.done = saved["done"]
+            self.began -= saved["seconds"]
         self.log.patient = self.done < self.total
+        return saved
 
     def seconds(self):
         return time.monotonic() - self.began
@@ -1573,19 +1577,18 @@ class Run(Loop):
         return True
 
     def saved_reference(self):
-        """Of a run that goes on, what `pretrain` returns; `begin` fills it. Else None."""
+        """For a run that goes on: a model and a time, into which `begin` puts the saved ones."""
         if self.path.exists():
             return new_model(self.cfg, self.cfg.temperature), 0.0
 
     def begin(self, pretrain_seconds, **parts):
         """Before the first iteration: restore what is saved, or evaluate for the first row."""
-        super().begin(**parts)
+        saved = super().begin(**parts)
         self.pretrain_seconds = pretrain_seconds
-        if self.saved:
-            self.pretrain_seconds = self.saved["pretrain_seconds"]
-            self.rows, self.recent = self.saved["rows"], self.saved["recent"]
+        if saved:
+            self.pretrain_seconds = saved["pretrain_seconds"]
+            self.rows, self.recent = saved["rows"], saved["recent"]
             self.log.line(f"{self.folder}: goes on after iteration {self.done}")
-            self.saved = None                                        # it takes memory
         else:
             self.evaluate()
             self.save_or_stop(due=True)
@@ -1600,13 +1603,17 @@ class Run(Loop):
             self.log.line("no reward: the pretrained model solved none of the problems, there is "
                           "nothing to learn from. More pretraining or a larger --dial helps.")
         if self.done % (2 * self.cfg.eval_every) == 0:
-            (a, b), correct = sampled.problems[0], sampled.correct[0]
-            answer = decode(sampled.ids[0, 1:][sampled.mask[0]]).strip().replace("\n", "\n  ")
-            self.log.line(f"  sampled, reward {correct:.0f}: {a}+{b}\n  {answer}")
+            self.show_sample(sampled)
         due = self.done % self.cfg.eval_every == 0 or self.done == self.total
         if due:
             self.evaluate()
         self.save_or_stop(due)
+
+    def show_sample(self, sampled):
+        (a, b), correct = sampled.problems[0], sampled.correct[0]
+        answer = decode(sampled.ids[0, 1:][sampled.mask[0]])
+        indented = answer.strip().replace("\n", "\n  ")
+        self.log.line(f"  sampled, reward {correct:.0f}: {a}+{b}\n  {indented}")
 
     def evaluate(self):
         """A row of metrics.csv: success, critical tokens, diagnostics since the row before."""
@@ -1693,24 +1700,28 @@ def evaluate(cfg, log, folder):
     pretrained model table 1 and the critical tokens by definition; and 2,000 tokens as a bfloat16
     sampler and the trainer see them, [Q] fig. 2."""
     reference, policy = chosen_policy(cfg, log, folder)
-    log.line(f"{'in %, 95%':17} {'sampled':>22} {'greedy':>22} {'expected':>22}")
+    log.line(f"{'set':10} {'digits':6} {'sampled':>22} {'greedy':>22} {'expected':>22}   in %, "
+             "95% interval")
     rows = []
     for kind in ("identical", "varying"):
         for k, name in enumerate(SETS):
             problems = test_set(cfg.digits + k, cfg.test_problems, cfg.seed, kind)
+            expected, _ = examine(policy, problems, cfg.digits, log)
             row = dict(
                 sampled=interval(graded(policy, problems, log, (cfg.seed, "evaluate", kind, k))),
                 greedy=interval(graded(policy, problems, log)),
-                expected=interval(examine(policy, problems, cfg.digits, log)[0]))
+                expected=interval(expected))
             rows.append(dict(set=kind, digits=name) | row)
             cells = " ".join(f"{percent(values):>22}" for values in row.values())
             log.line(f"{kind:10} {name:6} {cells}")
     problems = test_set(cfg.digits + 1, min(50, cfg.test_problems), cfg.seed)
     gap, definition = critical_evidence(reference, problems, cfg)
+    log.line("certainty of the pretrained model on a token less its mean on the others:")
     for name, values in gap.items():
-        log.line("certainty less its mean: {:16} {:.4f} ({:.4f} to {:.4f})".format(name, *values))
+        log.line("  {:16} {:.4f} ({:.4f} to {:.4f})".format(name, *values))
+    log.line("tokens of these answers:")
     for name, count in definition.items():
-        log.line(f"tokens {name:24} {count}")
+        log.line(f"  {name:24} {count}")
     sampled = rollout(copy.deepcopy(policy).bfloat16(), problems, seed=0)
     actions = sampled.ids[:, 1:]
     mu = token_logp(sampled.logits, actions)
@@ -1745,12 +1756,13 @@ def critical_evidence(reference, problems, cfg, uncertain_below=0.9):
         J = certainties[i][mask[i]].cpu()
         gap = J - (J.sum() - J) / (len(J) - 1)                       # less the mean of the others
         found = critical_tokens(a, b, cfg.digits)
+        critical = sorted(found.values())
         commas = [t for name, t in found.items() if name.endswith("comma")]
-        others = [t for t in range(len(J)) if t not in found.values()]
-        gaps["critical"].append(gap[sorted(found.values())].mean())
+        others = [t for t in range(len(J)) if t not in critical]
+        gaps["critical"].append(gap[critical].mean())
         gaps["critical commas"].append(gap[commas].mean())
         gaps["non-critical"].append(gap[others].mean())
-        listed |= {(i, t) for t in found.values()}
+        listed |= {(i, t) for t in critical}
         uncertain |= {(i, t) for t in J.argsort()[:10].tolist() if J[t] < uncertain_below}
     places = sorted(listed | uncertain)
     _, after_true = force(reference, problems, places, wrong=False)
@@ -1810,7 +1822,7 @@ def bench(cfg, log, folder):
     batch = prepare(sampled, policy, reference, cfg)
     tokens = int((sampled.ids != TOKEN_ID[PAD]).sum())
     batches = pretraining_batches(cfg, 0)
-    read = sum(len(text) + len(answer) for text, answer in sum(batches, []))
+    pretraining_tokens = sum(len(text) + len(answer) for text, answer in sum(batches, []))
 
     def four_steps():
         for examples in batches:
@@ -1822,7 +1834,7 @@ def bench(cfg, log, folder):
             ("sampling", partial(rollout, policy, problems, seed=0), tokens),
             ("scoring", partial(prepare, sampled, policy, reference, cfg), tokens),
             ("update", partial(update, policy, optimizer, batch, cfg, 0), tokens * cfg.epochs),
-            ("pretraining", four_steps, read)):
+            ("pretraining", four_steps, pretraining_tokens)):
         seconds = mean_seconds(call, cfg)
         peak = peak_memory_mb(cfg.device)
         phases[name] = dict(seconds=seconds, tokens_per_second=n / seconds, peak_memory_mb=peak)

@@ -161,10 +161,10 @@ def region(row):
     texts = [f"{name.replace('_', ' ')} {row[name]}".removesuffix(".0") for name in changed]
     return ", ".join([f"`{row['method']}`", *texts])
 
-def pick(rows, *vary, policy="pretrained", **given):
+def pick(rows, *vary, policy="pretrained", note="", **given):
     """The rows with the settings `given`; of all others, but those in `vary`, with the default.
     A mode means its penalty and method: --mode dppo is like --mode none --method dppo."""
-    wanted = asdict(critkl.make_config(given)) | dict(note="", policy=policy)
+    wanted = asdict(critkl.make_config(given)) | dict(note=note, policy=policy)
     names = [name for name in ALIKE if name not in vary]
     return [row for row in rows if all(row[name] == wanted[name] for name in names)]
 

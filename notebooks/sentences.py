@@ -40,10 +40,10 @@ def evaluations(data):
 
 def elsewhere(data, mode):
     """Runs on another machine, made with --note AVX-512."""
-    rows = [row for row in pick(data.all_runs, "note", mode=mode) if row["note"] == "AVX-512"]
-    if not rows:
+    found = pick(data.all_runs, mode=mode, note="AVX-512")
+    if not found:
         raise Missing("no runs with --note AVX-512")
-    return rows
+    return found
 
 def moved(data, mode, column):
     """From the default machine to the other, paired by seed."""
@@ -329,7 +329,7 @@ RESULTS += [
 
 SPEED = [
     ("two virtual cores, some {} GFLOP/s", lambda data: measured(data, "GFLOP/s a core")),
-    ("took {} s on the Xeon where it was measured, and takes {} s here",
+    ("took {} s on the Xeon where it was measured, and takes {} s on it",
      lambda data: [str(x) for x in measured(data, "pretraining of 1.2, s")[0]])]
 
 SENTENCES = {

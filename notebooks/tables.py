@@ -40,8 +40,7 @@ COMPARED = (
 
 def main_runs(data, note=""):
     """Label, runs and column's end: of the pretrained models, then of each penalty."""
-    there = [row for row in data.all_runs if row["note"] == note]
-    found = {mode: pick(there, "note", mode=mode) for mode in PENALTIES}
+    found = {mode: pick(data.all_runs, mode=mode, note=note) for mode in PENALTIES}
     return [("pretrained", sum(found.values(), []), "before"),
             *((mode, rows, "after") for mode, rows in found.items())]
 
